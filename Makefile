@@ -1,0 +1,40 @@
+# Everything runs in the checkout's own virtual environment, made on first use.
+ENGINE ?= cpu
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest
+export PYTHONPATH :=
+
+.PHONY: help setup demo test check lint test-engines bench clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: ## create .venv with the engine (on a machine with GPUs: make setup ENGINE=cuda)
+	@scripts/setup --engine $(ENGINE)
+
+demo: setup ## two replicas, one pool: a moved request with the pool off and on
+	@.venv/bin/millpond demo $(ARGS)
+
+lint: setup
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check --quiet .
+	@.venv/bin/lint-imports --no-cache >build/lint-imports.log || { cat build/lint-imports.log; exit 1; }
+	@$(PYTHON) -m pyright
+
+check: lint ## ruff, pyright, layers; unit, property and meta tests
+	@$(PYTEST) tests/unit tests/property tests/meta
+
+test: lint ## everything that needs no GPU: check, faults, e2e
+	@$(PYTEST) -m "not engines"
+
+test-engines: setup ## e2e tests and long sweeps on every supported CPU engine
+	@scripts/setup --engine cpu-0.27
+	@.venv-0.27/bin/python -m pytest tests/e2e
+	@$(PYTEST) tests/e2e
+
+bench: setup ## measure, and write report/bench.json
+	@.venv/bin/millpond bench $(ARGS)
+
+clean: ## remove all that make made
+	rm -rf .venv .venv-0.27 build dist report .hypothesis .pytest_cache .ruff_cache
+	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +
