@@ -1,0 +1,95 @@
+"""Who this engine is to the pool: its namespace and the fingerprint of its model."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm import __version__ as engine_version
+from vllm.config import VllmConfig
+
+from millpond.connector.geometry import EngineLayout
+from millpond.connector.metadata import RankLayout
+from millpond.model.errors import UnsupportedEngine
+from millpond.model.namespace import Namespace
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 16
+_VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
+
+
+def build_namespace(
+    vllm_config: VllmConfig,
+    layout: EngineLayout,
+    ranks: dict[int, RankLayout],
+    empty_prefix: bytes,
+) -> Namespace:
+    """Return the namespace of this engine.
+
+    ``ranks`` is what each tensor-parallel worker said of itself; ``UnsupportedEngine`` where
+    one of them cannot take part or where they differ.
+    """
+    refusals = [rank.refusal for rank in ranks.values() if rank.refusal]
+    if refusals:
+        raise UnsupportedEngine(refusals[0])
+    first = ranks[0]
+    if any(rank != first for rank in ranks.values()):
+        raise UnsupportedEngine("the tensor-parallel ranks lay out their pages differently")
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    return Namespace(
+        model=str(model.model),
+        revision=str(model.revision or ""),
+        weights=fingerprint(vllm_config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(cache.cache_dtype),
+        quantization=str(model.quantization or ""),
+        block_tokens=layout.block_tokens,
+        engine_block_tokens=max(layout.group_tokens),
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        attention_backend=first.attention_backend,
+        layout=hashlib.sha256(first.layout.encode()).hexdigest(),
+        hash_algorithm=f"{cache.prefix_caching_hash_algo}/{layout.hash_tokens}",
+        hash_seed=empty_prefix.hex(),
+        engine="vllm",
+        engine_version=engine_version,
+        parts=layout.part_specs(len(ranks)),
+    )
+
+
+def fingerprint(vllm_config: VllmConfig) -> str:
+    """Return a digest of the model's configuration and of samples of its weight files.
+
+    Samples cover each file's name, size, start, end and points between: enough to tell two
+    trainings, quantisations or seeds apart without reading hundreds of gigabytes. A model
+    named by a hub is told apart by its configuration and resolved revision.
+    """
+    model = vllm_config.model_config
+    digest = hashlib.sha256()
+    hf_config: Any = model.hf_config
+    settings: dict[str, Any] = hf_config.to_dict()
+    for key in _VOLATILE_CONFIG_KEYS:
+        settings.pop(key, None)
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest.update(str(getattr(hf_config, "_commit_hash", None) or "").encode())
+    load_format = str(vllm_config.load_config.load_format)
+    if "dummy" in load_format:
+        digest.update(f"dummy {model.seed}".encode())
+    root = Path(str(model.model))
+    if root.is_dir():
+        for path in sorted(root.rglob("*")):
+            if path.suffix in _WEIGHT_SUFFIXES:
+                digest.update(str(path.relative_to(root)).encode())
+                digest.update(_sample(path))
+    return digest.hexdigest()
+
+
+def _sample(path: Path) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for i in range(_NUM_SAMPLES + 1):
+            file.seek(max(0, size - _SAMPLE_BYTES) * i // _NUM_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()

@@ -1,0 +1,75 @@
+"""What the scheduler's side remembers of one request."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.request import Request
+
+from millpond.model.leases import ReadLease
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A read lease that no worker has been told of, and what it was asked for."""
+
+    lease: ReadLease
+    lease_id: int
+    session: int
+    first_block: int
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request from its first lookup to the last copy of its blocks.
+
+    ``tables[g]`` is group g's block table as scheduled so far (0: the null block).
+    ``num_offered`` blocks have been offered to the pool, ``num_reached`` have been computed
+    when some step was planned: states and windows of blocks before that may be recycled.
+    ``store_jobs`` are in flight.
+    """
+
+    request: Request
+    skips_pool: bool
+    keys: bytearray = field(default_factory=bytearray)
+    key_bytes: int = 0
+    tables: list[list[int]] = field(default_factory=list[list[int]])
+    num_offered: int = 0
+    num_reached: int = 0
+    pinned: Pinned | None = None
+    is_loading: bool = False
+    load_failed: bool = False
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    writers: dict[str, int] = field(default_factory=dict[str, int])
+    store_jobs: set[int] = field(default_factory=set[int])
+    is_finished: bool = False
+
+    def extend_keys(self, block_tokens: int, hash_tokens: int) -> int:
+        """Append the keys of blocks that have become hashable; return how many there are."""
+        per_block = block_tokens // hash_tokens
+        hashes = self.request.block_hashes
+        num_known = len(self.keys) // self.key_bytes if self.key_bytes else 0
+        num_blocks = len(hashes) // per_block
+        for block in range(num_known, num_blocks):
+            # The hash is chained: the last one of a block names the whole prefix up to there.
+            self.keys += hashes[(block + 1) * per_block - 1]
+        if num_blocks and not self.key_bytes:
+            self.key_bytes = len(hashes[per_block - 1])
+        return max(num_known, num_blocks)
+
+    def prefix(self, num_blocks: int) -> bytes:
+        """Return the keys of the first ``num_blocks`` blocks, packed."""
+        return bytes(self.keys[: num_blocks * self.key_bytes])
+
+
+SKIP_PARAMETER = "millpond"
+SKIP_VALUE = "off"
+
+
+def skips_pool(request: Request) -> bool:
+    """Say whether the user asked this request to leave the pool alone.
+
+    ``"kv_transfer_params": {"millpond": "off"}`` in the body of a completion request.
+    """
+    parameters: dict[str, Any] | None = request.kv_transfer_params
+    return bool(parameters) and parameters.get(SKIP_PARAMETER) == SKIP_VALUE

@@ -1,0 +1,234 @@
+"""The worker's side: owns the mapping of the arena and performs the copies of each step.
+
+    main thread     start_loads, start_stores: check the session, plan, submit; never waits
+    copy threads    copy, then: finish the lease with the daemon, note the result
+    main thread     take_results, finished: hand on what the copy threads noted
+    link thread     (re)joins the engine's session; tells the daemon which earlier ones are
+                    drained, once no copy that began under them is in flight (E5)
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from vllm.config import VllmConfig
+
+from millpond.arena.arena import Arena
+from millpond.connector import versions
+from millpond.connector.geometry import EngineLayout, describe_layout, layer_memory
+from millpond.connector.link import Link
+from millpond.connector.metadata import Job, RankLayout, StepMetadata, StepResults
+from millpond.model.errors import DaemonGone, ExpectedError, StaleSlot, UnsupportedEngine
+from millpond.service.client import ReplicaIdentity, WorkerClient
+from millpond.transfer import Copies, CopyEngine, Direction, Fence, plan_copies
+from millpond.transfer.copies import LayerMemory
+
+logger = logging.getLogger("vllm.millpond")
+
+_DRAIN_S = 60.0
+_CLOSE_S = 10.0
+
+
+class WorkerSide:
+    """See the module. ``rank`` is this worker's tensor-parallel rank."""
+
+    def __init__(
+        self,
+        layout: EngineLayout,
+        identity: ReplicaIdentity,
+        socket_path: str,
+        copy_engine: CopyEngine,
+        rank: int,
+    ) -> None:
+        self._layout = layout
+        self._identity = identity
+        self._socket_path = socket_path
+        self._copy_engine = copy_engine
+        self._rank = rank
+        self._memory: tuple[tuple[LayerMemory, ...], ...] = ()
+        self._arena: Arena | None = None
+        self._past_sessions: list[int] = []
+        self._link = Link(f"rank{rank}", self._join, closed=self._left)
+        self._gate = threading.Lock()
+        """Taken to submit under a session and to leave it: none is submitted after leaving."""
+        self._current: WorkerClient | None = None
+        self._lock = threading.Lock()
+        self._results = StepResults()
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._num_stores: dict[str, int] = {}
+        self._delayed: set[str] = set()
+
+    # -------------------------------------------------------------- the engine's memory
+
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        num_blocks: int,
+        vllm_config: VllmConfig,
+    ) -> RankLayout:
+        """Learn where the pages are and begin to connect; return what the namespace needs."""
+        try:
+            self._memory = layer_memory(self._layout, kv_caches, num_blocks)
+        except UnsupportedEngine as error:
+            return RankLayout("", "", refusal=str(error))
+        self._link.start()
+        layers = [layer.layer for part in self._layout.parts for layer in part.layers]
+        return RankLayout(
+            describe_layout(self._layout, self._memory),
+            versions.attention_backend(vllm_config, layers),
+        )
+
+    # -------------------------------------------------------------- a step
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Begin this step's loads, ordered after all earlier uses of the blocks they fill."""
+        with self._lock:
+            self._delayed |= metadata.delayed
+        if not metadata.loads:
+            return
+        # guards: a load must not overwrite a page that an earlier kernel reads or zeroes (E3).
+        after = self._copy_engine.fence()
+        for job in metadata.loads:
+            if not self._submit(Direction.LOAD, job, after, self._end_load):
+                self._end_load(job, None, "the pool is gone or has restarted")
+
+    def start_stores(self, metadata: StepMetadata) -> None:
+        """Begin this step's stores, ordered after the forward pass that wrote the blocks."""
+        if not metadata.stores:
+            return
+        with self._lock:
+            for job in metadata.stores:
+                self._num_stores[job.request_id] = self._num_stores.get(job.request_id, 0) + 1
+        # guards: a store must not read a page before the kernels that write it are done (E1).
+        after = self._copy_engine.fence()
+        for job in metadata.stores:
+            if not self._submit(Direction.STORE, job, after, self._end_store):
+                self._end_store(job, None, "the pool is gone or has restarted")
+
+    def finished(self) -> tuple[set[str], set[str], set[str]]:
+        """Return requests whose stores have ended, whose loads have, and whose loads failed.
+
+        Only requests that the scheduler keeps for their stores are in the first set; those
+        whose loads failed are in the second set too.
+        """
+        with self._lock:
+            sent = {r for r in self._delayed if r not in self._num_stores}
+            self._delayed -= sent
+            loaded, self._loaded = self._loaded, set()
+            failed, self._failed = self._failed, set()
+        return sent, loaded, failed
+
+    def take_results(self) -> StepResults | None:
+        """Return what has ended since the last call, or None if nothing has."""
+        with self._lock:
+            results, self._results = self._results, StepResults()
+        return results if results.stores_done or results.loads_failed else None
+
+    def close(self) -> None:
+        """End copies and connection; bounded."""
+        self._link.stop(_CLOSE_S)
+        if self._copy_engine.close(_CLOSE_S) and self._arena is not None:
+            self._arena.close()
+
+    # -------------------------------------------------------------- copy threads
+
+    def _end_load(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
+        # guards: the slots may be reused once released: the last byte has been read (E5).
+        self._finish(job, client, ok=error is None)
+        with self._lock:
+            if error is not None:
+                self._results.loads_failed[job.request_id] = error
+                self._failed.add(job.request_id)
+            self._loaded.add(job.request_id)
+
+    def _end_store(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
+        # guards: a commit must not precede the last byte in the arena (E2).
+        self._finish(job, client, ok=error is None)
+        with self._lock:
+            self._results.stores_done[job.job_id] = 1
+            left = self._num_stores[job.request_id] - 1
+            if left:
+                self._num_stores[job.request_id] = left
+            else:
+                del self._num_stores[job.request_id]
+
+    def _finish(self, job: Job, client: WorkerClient | None, *, ok: bool) -> None:
+        if client is None:
+            return
+        try:
+            client.finish([job.lease_id], ok=ok)
+        except ExpectedError as error:
+            self._link.lost(client, error)
+
+    # -------------------------------------------------------------- link thread
+
+    def _join(self) -> WorkerClient:
+        if self._past_sessions and not self._copy_engine.wait_idle(_DRAIN_S):
+            raise DaemonGone(f"copies of an earlier session have not ended in {_DRAIN_S:.0f} s")
+        client = WorkerClient.connect(
+            self._socket_path,
+            self._identity,
+            rank=self._rank,
+            drained=self._past_sessions,
+            arena=self._arena,
+        )
+        # An earlier mapping ends with its last copy (E6): submissions keep theirs alive.
+        self._arena = client.arena
+        self._past_sessions = []
+        with self._gate:
+            self._current = client
+        return client
+
+    def _left(self, client: WorkerClient) -> None:
+        with self._gate:
+            self._current = None
+        self._past_sessions.append(client.session)
+
+    # -------------------------------------------------------------- planning
+
+    def _submit(
+        self,
+        direction: Direction,
+        job: Job,
+        after: Fence,
+        end: Callable[[Job, WorkerClient | None, str | None], None],
+    ) -> bool:
+        """Queue a job's copies; False where its session is not the one this rank is in."""
+        with self._gate:
+            client = self._current
+            if client is None or client.session != job.session:
+                return False
+            try:
+                copies = self._copies(direction, job, client.arena)
+            except StaleSlot as error:
+                logger.error("event=job_refused request=%s reason=%r", job.request_id, str(error))
+                return False
+            self._copy_engine.submit(
+                direction,
+                copies,
+                after=after,
+                keep_alive=client.arena,
+                on_done=lambda ticket: end(job, client, ticket.error),
+            )
+            return True
+
+    def _copies(self, direction: Direction, job: Job, arena: Arena) -> Copies:
+        planned: list[Copies] = []
+        for part_job in job.parts:
+            part = self._layout.parts[part_job.part]
+            end_max = arena.size_bytes - part.rank_bytes * self._identity.num_ranks
+            if not all(0 <= offset <= end_max for offset in part_job.slots):
+                raise StaleSlot(f"a slot of part {part.name} lies outside the arena")
+            base = arena.address + self._rank * part.rank_bytes
+            planned.append(
+                plan_copies(
+                    direction,
+                    part,
+                    self._memory[part_job.part],
+                    part_job.tables,
+                    [base + offset for offset in part_job.slots],
+                )
+            )
+        return Copies.concatenate(planned)

@@ -1,0 +1,15 @@
+"""Copies between an engine's memory and the arena, and the order they must keep."""
+
+from millpond.transfer.copies import Copies, Direction, plan_copies
+from millpond.transfer.cpu import CpuCopyEngine
+from millpond.transfer.engine import CopyEngine, Fence, Ticket
+
+__all__ = [
+    "Copies",
+    "CopyEngine",
+    "CpuCopyEngine",
+    "Direction",
+    "Fence",
+    "Ticket",
+    "plan_copies",
+]

@@ -1,0 +1,96 @@
+"""Which bytes go where: page copies as three arrays, computed without a Python loop a page."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millpond.model.layout import PageGeometry, PartLayout
+
+SKIP_BLOCK = 0
+"""The engine's null block: it carries no data and is never copied."""
+
+
+class Direction(enum.StrEnum):
+    """``STORE``: engine to arena. ``LOAD``: arena to engine."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Independent copies: ``lengths[i]`` bytes from ``sources[i]`` to ``targets[i]``.
+
+    Addresses are absolute; the memory behind them must outlive the copy (E6).
+    """
+
+    sources: NDArray[np.uint64]
+    targets: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that these copies move."""
+        return int(self.lengths.sum())
+
+    @staticmethod
+    def concatenate(copies: Sequence["Copies"]) -> "Copies":
+        """Return all of ``copies`` as one, in order."""
+        if not copies:
+            empty = np.empty(0, np.uint64)
+            return Copies(empty, empty, empty)
+        return Copies(
+            np.concatenate([c.sources for c in copies]),
+            np.concatenate([c.targets for c in copies]),
+            np.concatenate([c.lengths for c in copies]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """Where a layer's pages are in this process: block 0's address and the geometry."""
+
+    address: int
+    geometry: PageGeometry
+
+
+def plan_copies(
+    direction: Direction,
+    layout: PartLayout,
+    memory: Sequence[LayerMemory],
+    tables: Mapping[int, Sequence[Sequence[int]]],
+    slots: Sequence[int],
+) -> Copies:
+    """Return the copies between the pages of some blocks and their slots.
+
+    ``memory[l]`` belongs to ``layout.layers[l]``. ``tables[g][i]`` are the engine blocks of
+    group g that make block i, ``slots[i]`` is the address of this rank's slice of its slot.
+    Engine block 0 is skipped. ``ValueError`` where a table has the wrong shape.
+    """
+    slot_addresses = np.asarray(slots, np.uint64)
+    ids: dict[int, NDArray[np.uint64]] = {}
+    for group, num in layout.blocks.items():
+        table = np.asarray(tables[group], np.uint64)
+        if table.shape != (len(slots), num):
+            raise ValueError(f"group {group}: table {table.shape}, not {(len(slots), num)}")
+        ids[group] = table
+    parts: list[Copies] = []
+    for layer, place, start in zip(layout.layers, memory, layout.layer_offsets(), strict=True):
+        table = ids[layer.group]
+        wanted = table != SKIP_BLOCK
+        blocks = table[wanted]
+        page_starts = np.arange(table.shape[1], dtype=np.uint64) * np.uint64(layer.page_bytes)
+        slot_pages = (slot_addresses[:, None] + np.uint64(start) + page_starts[None, :])[wanted]
+        engine_pages = np.uint64(place.address) + blocks * np.uint64(place.geometry.stride_bytes)
+        packed = 0
+        for segment in place.geometry.segments:
+            engine = engine_pages + np.uint64(segment.offset_bytes)
+            slot = slot_pages + np.uint64(packed)
+            lengths = np.full(len(blocks), segment.num_bytes, np.uint64)
+            store = direction is Direction.STORE
+            parts.append(Copies(engine, slot, lengths) if store else Copies(slot, engine, lengths))
+            packed += segment.num_bytes
+    return Copies.concatenate(parts)

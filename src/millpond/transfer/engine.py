@@ -1,0 +1,67 @@
+"""The interface of copy engines: fences in, completions out, never a block of the caller.
+
+The edges that every engine must keep, with the names of docs/ORDERING.md:
+
+    E1  a store reads a page only after the kernels that write it   (``after`` of a store)
+    E2  a commit follows the last byte in host memory               (``on_done``)
+    E3  a load writes a page only after its earlier uses            (``after`` of a load)
+    E4  the model reads a page only after the load's last byte      (``on_done``)
+    E5  a slot is reused only after the copies from and to it       (leases end in ``on_done``)
+    E6  memory outlives the copies that use it                      (``keep_alive``)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from millpond.transfer.copies import Copies, Direction
+
+
+class Fence(Protocol):
+    """A point in the order of the device's work."""
+
+    def is_passed(self) -> bool:
+        """Say whether all work before the fence has finished; does not block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a finished submission is reported with: bytes moved, time taken, what failed."""
+
+    direction: Direction
+    num_bytes: int
+    elapsed_ns: int
+    error: str | None
+
+
+class CopyEngine(Protocol):
+    """Runs copies in order, one lane a direction, loads never behind stores.
+
+    ``on_done`` is called once for every submission, from the engine's own thread, after the
+    last byte has landed or after the failure is final: never on enqueue.
+    """
+
+    def fence(self) -> Fence:
+        """Return a fence after all work submitted so far to the caller's current stream."""
+        ...
+
+    def submit(
+        self,
+        direction: Direction,
+        copies: Copies,
+        *,
+        after: Fence,
+        keep_alive: object,
+        on_done: Callable[[Ticket], None],
+    ) -> None:
+        """Queue ``copies`` behind ``after``; return at once."""
+        ...
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued or in flight; False when the time ran out."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse new work, finish what is queued, stop the threads; False on time-out."""
+        ...
