@@ -1,0 +1,316 @@
+"""Configuration: a TOML file, below ``MILLPOND_*`` variables, below flags.
+
+Nothing here looks at the process: the environment, the working folder and the flags come in
+as arguments, and frozen values go out. An option that nobody set has its default; a key that
+does not exist and a value that cannot be parsed are ``ConfigError``.
+
+    key in millpond.toml     variable                     flag
+    socket                   MILLPOND_SOCKET              --socket
+    pool.size                MILLPOND_POOL_SIZE           --size, --pool
+    connector.store          MILLPOND_CONNECTOR_STORE     (kv_connector_extra_config: store)
+"""
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, TypeVar, cast
+
+from millpond.config import values
+from millpond.model.errors import ConfigError
+
+CONFIG_FILE: Final = "millpond.toml"
+CONFIG_VARIABLE: Final = "MILLPOND_CONFIG"
+REPLICAS_MAX: Final = 64
+
+_PREFIX: Final = "MILLPOND_"
+_NOT_OPTIONS: Final = frozenset({CONFIG_VARIABLE, "MILLPOND_PYTHON"})
+"""Variables that share the prefix and are no options: scripts/setup reads the second."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """What a daemon needs. ``extent_bytes`` None lets the pool choose."""
+
+    socket: Path
+    size_bytes: int
+    extent_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """What ``millpond up`` needs. ``port`` None picks free ports, else they count up from it."""
+
+    model: str
+    num_replicas: int
+    device: str
+    port: int | None
+    run_dir: Path | None
+    start_timeout_s: float
+    stop_grace_s: float
+    pool: PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """What an engine's connector needs.
+
+    ``replica`` None lets the connector make up a name. ``copy_delay_s`` holds back each copy
+    on the CPU, for tests of what happens meanwhile.
+    """
+
+    socket: Path
+    replica: str | None
+    store: bool
+    load: bool
+    copy_delay_s: float
+
+
+# ---------------------------------------------------------------- options
+
+
+class _Option(NamedTuple, Generic[T]):
+    """One key of the file. ``default`` None means that it has to be set, or may stay unset."""
+
+    key: str
+    parse: Callable[[object], T]
+    default: T | None = None
+
+    @property
+    def variable(self) -> str:
+        return _PREFIX + self.key.replace(".", "_").upper()
+
+
+_SOCKET: Final = _Option("socket", values.path)
+_POOL_SIZE: Final = _Option("pool.size", values.pool_size)
+_POOL_EXTENT: Final = _Option("pool.extent", values.parse_size)
+_UP_MODEL: Final = _Option("up.model", values.text)
+_UP_REPLICAS: Final = _Option("up.replicas", values.integer(1, REPLICAS_MAX), 2)
+_UP_DEVICE: Final = _Option("up.device", values.choice("auto", "cpu", "cuda"), "auto")
+_UP_PORT: Final = _Option("up.port", values.integer(1, 65_535))
+_UP_RUN_DIR: Final = _Option("up.run_dir", values.path)
+_UP_START_TIMEOUT: Final = _Option("up.start_timeout_s", values.seconds(1, 86_400), 600.0)
+_UP_STOP_GRACE: Final = _Option("up.stop_grace_s", values.seconds(0, 600), 10.0)
+_CONNECTOR_REPLICA: Final = _Option("connector.replica", values.name)
+_CONNECTOR_STORE: Final = _Option("connector.store", values.boolean, default=True)
+_CONNECTOR_LOAD: Final = _Option("connector.load", values.boolean, default=True)
+_CONNECTOR_COPY_DELAY: Final = _Option("connector.copy_delay_s", values.seconds(0, 60), 0.0)
+
+_ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
+    "tuple[_Option[object], ...]",
+    (
+        _SOCKET,
+        _POOL_SIZE,
+        _POOL_EXTENT,
+        _UP_MODEL,
+        _UP_REPLICAS,
+        _UP_DEVICE,
+        _UP_PORT,
+        _UP_RUN_DIR,
+        _UP_START_TIMEOUT,
+        _UP_STOP_GRACE,
+        _CONNECTOR_REPLICA,
+        _CONNECTOR_STORE,
+        _CONNECTOR_LOAD,
+        _CONNECTOR_COPY_DELAY,
+    ),
+)
+_OPTIONS: Final = {option.key: option for option in _ALL_OPTIONS}
+_VARIABLES: Final = {option.variable: option.key for option in _ALL_OPTIONS}
+
+
+class Setting(NamedTuple):
+    """A value as it was written, and where: a file, a variable or a flag by name."""
+
+    value: object
+    source: str
+
+
+class Settings:
+    """What was set, from all sources, by key; the highest source has won."""
+
+    def __init__(self, environ: Mapping[str, str], chosen: Mapping[str, Setting]) -> None:
+        self._environ = environ
+        self._chosen = chosen
+
+    def pool(self) -> PoolConfig:
+        """Return the daemon's configuration; raises ``ConfigError``, also where size is unset."""
+        return PoolConfig(
+            self.socket(), self._required(_POOL_SIZE, "--size"), self._get(_POOL_EXTENT)
+        )
+
+    def up(self) -> UpConfig:
+        """Return the configuration of a whole system; raises ``ConfigError``."""
+        return UpConfig(
+            model=self._required(_UP_MODEL, "--model"),
+            num_replicas=self._required(_UP_REPLICAS, "--replicas"),
+            device=self._required(_UP_DEVICE, "--device"),
+            port=self._get(_UP_PORT),
+            run_dir=self._get(_UP_RUN_DIR),
+            start_timeout_s=self._required(_UP_START_TIMEOUT, "--start-timeout"),
+            stop_grace_s=self._required(_UP_STOP_GRACE, "--stop-grace"),
+            pool=PoolConfig(
+                self.socket(), self._required(_POOL_SIZE, "--pool"), self._get(_POOL_EXTENT)
+            ),
+        )
+
+    def connector(self) -> ConnectorConfig:
+        """Return a connector's configuration; raises ``ConfigError``."""
+        return ConnectorConfig(
+            socket=self.socket(),
+            replica=self._get(_CONNECTOR_REPLICA),
+            store=self._required(_CONNECTOR_STORE, "store"),
+            load=self._required(_CONNECTOR_LOAD, "load"),
+            copy_delay_s=self._required(_CONNECTOR_COPY_DELAY, "copy_delay_s"),
+        )
+
+    def socket(self) -> Path:
+        """Return the daemon's socket; see ``default_socket_path`` for where it is by default."""
+        path = self._get(_SOCKET)
+        return path if path is not None else default_socket_path(self._environ)
+
+    def is_set(self, key: str) -> bool:
+        """Return whether any source sets ``key``."""
+        return key in self._chosen
+
+    def sources(self) -> dict[str, str]:
+        """Return the source of each key that was set, for a report of what is in effect."""
+        return {key: setting.source for key, setting in sorted(self._chosen.items())}
+
+    def _get(self, option: _Option[T]) -> T | None:
+        setting = self._chosen.get(option.key)
+        if setting is None:
+            return option.default
+        try:
+            return option.parse(setting.value)
+        except ValueError as error:
+            raise ConfigError(
+                f"{option.key} = {setting.value!r} ({setting.source}): {error}"
+            ) from None
+
+    def _required(self, option: _Option[T], flag: str) -> T:
+        value = self._get(option)
+        if value is None:
+            raise ConfigError(
+                f"{option.key} is not set: give {flag}, set {option.variable}, "
+                f"or write it into {CONFIG_FILE}"
+            )
+        return value
+
+
+# ---------------------------------------------------------------- sources
+
+
+def load_settings(
+    environ: Mapping[str, str],
+    *,
+    config_file: Path | None,
+    flags: Mapping[str, object],
+) -> Settings:
+    """Return what file, environment and flags set; raises ``ConfigError``.
+
+    ``config_file`` is what ``find_config_file`` returned. ``flags`` maps keys to values; None
+    is a flag that was not given.
+    """
+    chosen = _from_file_and_environment(config_file, environ)
+    for key, value in flags.items():
+        if key not in _OPTIONS:
+            raise ValueError(f"no option {key!r}")
+        if value is not None:
+            chosen[key] = Setting(value, "command line")
+    return Settings(environ, chosen)
+
+
+def find_config_file(
+    environ: Mapping[str, str], *, given: Path | None, folder: Path | None
+) -> Path | None:
+    """Return the file that ``--config`` or MILLPOND_CONFIG names, else ``folder``'s, if any."""
+    if given is not None:
+        return given
+    variable = environ.get(CONFIG_VARIABLE)
+    if variable:
+        return Path(variable).expanduser()
+    if folder is not None and (folder / CONFIG_FILE).is_file():
+        return folder / CONFIG_FILE
+    return None
+
+
+def connector_config(extra: Mapping[str, object], environ: Mapping[str, str]) -> ConnectorConfig:
+    """Return a connector's configuration; raises ``ConfigError``.
+
+    ``extra`` is vLLM's ``kv_connector_extra_config``: ``socket``, and the keys of
+    ``[connector]``. It stands above the environment. A file is read only if MILLPOND_CONFIG
+    names it: the folder an engine happens to start in decides nothing.
+    """
+    config_file = find_config_file(environ, given=None, folder=None)
+    chosen = _from_file_and_environment(config_file, environ)
+    source = "kv_connector_extra_config"
+    for name, value in extra.items():
+        key = name if name == _SOCKET.key else f"connector.{name}"
+        if key not in _OPTIONS:
+            raise _unknown_key(name, source, [_SOCKET.key, *_section_keys("connector")])
+        chosen[key] = Setting(value, source)
+    return Settings(environ, chosen).connector()
+
+
+def default_socket_path(environ: Mapping[str, str]) -> Path:
+    """Return where daemon and clients meet unless told otherwise.
+
+    ``$XDG_RUNTIME_DIR/millpond/pool.sock`` where that variable holds an absolute path, as it
+    does in a login session; else ``/tmp/millpond-<uid>/pool.sock``. Both folders belong to
+    one user: a pool is shared by processes of the same user only.
+    """
+    runtime_dir = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime_dir.startswith("/"):
+        return Path(runtime_dir) / "millpond" / "pool.sock"
+    return Path("/tmp") / f"millpond-{os.getuid()}" / "pool.sock"  # noqa: S108 - checked by the daemon
+
+
+def _from_file_and_environment(
+    config_file: Path | None, environ: Mapping[str, str]
+) -> dict[str, Setting]:
+    from_file = {} if config_file is None else _from_file(config_file)
+    return from_file | _from_environment(environ)
+
+
+def _from_file(path: Path) -> dict[str, Setting]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    chosen: dict[str, Setting] = {}
+    for name, value in document.items():
+        if isinstance(value, dict):
+            table = cast("dict[str, object]", value)
+            entries = {f"{name}.{inner}": inner_value for inner, inner_value in table.items()}
+        else:
+            entries = {name: cast("object", value)}
+        for key, entry in entries.items():
+            if key not in _OPTIONS:
+                raise _unknown_key(key, str(path), list(_OPTIONS))
+            chosen[key] = Setting(entry, str(path))
+    return chosen
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
+    chosen: dict[str, Setting] = {}
+    for name, value in environ.items():
+        if not name.startswith(_PREFIX) or name in _NOT_OPTIONS:
+            continue
+        if name not in _VARIABLES:
+            raise _unknown_key(name, "environment", sorted(_VARIABLES))
+        chosen[_VARIABLES[name]] = Setting(value, name)
+    return chosen
+
+
+def _section_keys(section: str) -> list[str]:
+    return [key.removeprefix(f"{section}.") for key in _OPTIONS if key.startswith(f"{section}.")]
+
+
+def _unknown_key(key: str, source: str, known: list[str]) -> ConfigError:
+    return ConfigError(f"unknown key {key!r} ({source}); known are {', '.join(known)}")
