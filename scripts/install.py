@@ -215,6 +215,9 @@ def _runs_this_version(python: str) -> bool:
 
 def _install_packages(engine: Engine) -> None:
     install = [str(engine.folder / "bin" / "uv"), "pip", "install", "--python", engine.python]
+    index = _pip_setting(engine, "index-url")
+    if index and "UV_DEFAULT_INDEX" not in os.environ:
+        install += ["--default-index", index]
     if engine.requirement is None:
         install += ["--torch-backend", "auto", "--editable", f"{ROOT}[demo,dev,vllm]"]
     else:
@@ -233,15 +236,20 @@ def _install_packages(engine: Engine) -> None:
 
 
 def _torch_source(engine: Engine) -> list[str]:
-    """Return uv's flags for a CPU torch; uv does not read pip's settings by itself."""
-    get_links = [engine.python, "-m", "pip", "config", "get", "global.find-links"]
-    links = os.environ.get("PIP_FIND_LINKS") or _output(get_links)
+    """Return uv's flags for a CPU torch: from pip's find-links where it lies there."""
     wheel = f"torch-{TORCH}*cpu-cp{sys.version_info[0]}{sys.version_info[1]}-*.whl"
-    for link in links.split():
+    for link in _pip_setting(engine, "find-links").split():
         folder = Path(link.removeprefix("file://"))
         if any(platform.machine() in path.name for path in folder.glob(wheel)):
             return ["--find-links", str(folder)]
     return ["--torch-backend", "cpu"]
+
+
+def _pip_setting(engine: Engine, name: str) -> str:
+    """Return one of pip's settings, which uv does not read by itself; empty where not set."""
+    from_environment = os.environ.get("PIP_" + name.upper().replace("-", "_"))
+    ask = [engine.python, "-m", "pip", "config", "get", f"global.{name}"]
+    return from_environment or _output(ask)
 
 
 def _byte_compile(engine: Engine) -> None:
@@ -306,9 +314,6 @@ def _environment() -> dict[str, str]:
     certificates = os.environ.get("PIP_CERT")
     if certificates:
         environment.setdefault("SSL_CERT_FILE", certificates)
-    index = os.environ.get("PIP_INDEX_URL")
-    if index:
-        environment.setdefault("UV_DEFAULT_INDEX", index)
     return environment
 
 
