@@ -94,8 +94,10 @@ def test_no_python_on_the_path_is_new_enough(checkout: Path) -> None:
             "0.9 GiB are free",
         ),
         (
-            "import importlib.util as u\nfind = u.find_spec\n"
-            "u.find_spec = lambda name: None if name == 'ensurepip' else find(name)",
+            (
+                "import importlib.util as u\nfind = u.find_spec\n"
+                "u.find_spec = lambda name: None if name == 'ensurepip' else find(name)"
+            ),
             "no venv module",
         ),
     ],
@@ -133,7 +135,8 @@ def test_the_second_time_asks_nobody_until_something_changes(checkout: Path) -> 
 
     with (checkout / "pyproject.toml").open("a", encoding="utf-8") as project:
         project.write("# changed\n")
-    assert "could not be downloaded" in refusal(set_up(checkout, **OFFLINE))
+    elsewhere = python_with(checkout, "import platform; platform.system = lambda: 'Plan 9'")
+    assert "this is Plan 9" in refusal(set_up(checkout, MILLPOND_PYTHON=elsewhere))
 
 
 @no_gpu
