@@ -28,7 +28,7 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 # ---------------------------------------------------------------- client → daemon
 
 
-class Hello(_Frame, tag="hello", kw_only=True):
+class Hello(_Frame, frozen=True, forbid_unknown_fields=True, tag="hello", kw_only=True):
     """First frame of every connection; a pidfd of the sender rides along (SCM_RIGHTS).
 
     ``role`` is ``scheduler`` (looks up, reserves, pins), ``worker`` (copies, finishes) or
@@ -48,7 +48,7 @@ class Hello(_Frame, tag="hello", kw_only=True):
     drained: tuple[int, ...] = ()
 
 
-class Lookup(_Frame, tag="lookup", kw_only=True):
+class Lookup(_Frame, frozen=True, forbid_unknown_fields=True, tag="lookup", kw_only=True):
     """Ask for the longest usable prefix of ``keys``. Reply: ``LookupReply``."""
 
     id: int
@@ -56,7 +56,7 @@ class Lookup(_Frame, tag="lookup", kw_only=True):
     key_bytes: int
 
 
-class Pin(_Frame, tag="pin", kw_only=True):
+class Pin(_Frame, frozen=True, forbid_unknown_fields=True, tag="pin", kw_only=True):
     """Look up and hold the longest usable prefix of ``keys`` in one step.
 
     Grants nothing unless more than ``first_block`` blocks are usable. Reply: ``Pinned``.
@@ -68,7 +68,7 @@ class Pin(_Frame, tag="pin", kw_only=True):
     first_block: int
 
 
-class Reserve(_Frame, tag="reserve", kw_only=True):
+class Reserve(_Frame, frozen=True, forbid_unknown_fields=True, tag="reserve", kw_only=True):
     """Ask for slots for what is missing of the prefix ``keys``, from ``first_block`` on.
 
     ``parts[p]`` names the blocks for which part p can be written now, as a packed u64 array;
@@ -83,7 +83,7 @@ class Reserve(_Frame, tag="reserve", kw_only=True):
     parts: tuple[bytes, ...]
 
 
-class Finish(_Frame, tag="finish", kw_only=True):
+class Finish(_Frame, frozen=True, forbid_unknown_fields=True, tag="finish", kw_only=True):
     """This rank has no copy in flight for these leases any more. No reply.
 
     ``ok`` False aborts a write lease; for a read lease it only ends the rank's part. ``rank``
@@ -95,7 +95,7 @@ class Finish(_Frame, tag="finish", kw_only=True):
     rank: int | None = None
 
 
-class Report(_Frame, tag="report", kw_only=True):
+class Report(_Frame, frozen=True, forbid_unknown_fields=True, tag="report", kw_only=True):
     """Where the tokens of one finished request came from. No reply.
 
     ``writers`` counts loaded tokens by the replica that wrote them; they sum to
@@ -110,26 +110,26 @@ class Report(_Frame, tag="report", kw_only=True):
     writers: dict[str, int]
 
 
-class Status(_Frame, tag="status", kw_only=True):
+class Status(_Frame, frozen=True, forbid_unknown_fields=True, tag="status", kw_only=True):
     """Ask for ``statistics()``. Reply: ``StatusReply``. Any role."""
 
     id: int
 
 
-class Switch(_Frame, tag="switch", kw_only=True):
+class Switch(_Frame, frozen=True, forbid_unknown_fields=True, tag="switch", kw_only=True):
     """Turn the whole pool on or off; off, lookups miss and nothing is reserved. ``Done``."""
 
     id: int
     enabled: bool
 
 
-class Flush(_Frame, tag="flush", kw_only=True):
+class Flush(_Frame, frozen=True, forbid_unknown_fields=True, tag="flush", kw_only=True):
     """Forget every block; slots in use are freed when their leases end. Reply: ``Done``."""
 
     id: int
 
 
-class Requests(_Frame, tag="requests", kw_only=True):
+class Requests(_Frame, frozen=True, forbid_unknown_fields=True, tag="requests", kw_only=True):
     """Ask for reports: of one request as the client named it, or the latest ``last``.
 
     Reply: ``RequestsReply``. An engine wraps the name of a request in a prefix and suffixes;
@@ -141,7 +141,7 @@ class Requests(_Frame, tag="requests", kw_only=True):
     last: int = 0
 
 
-class Check(_Frame, tag="check", kw_only=True):
+class Check(_Frame, frozen=True, forbid_unknown_fields=True, tag="check", kw_only=True):
     """Ask for ``check_invariants()``. Reply: ``Done`` or ``Failed`` with code ``broken``."""
 
     id: int
@@ -150,7 +150,7 @@ class Check(_Frame, tag="check", kw_only=True):
 # ---------------------------------------------------------------- daemon → client
 
 
-class Welcome(_Frame, tag="welcome", kw_only=True):
+class Welcome(_Frame, frozen=True, forbid_unknown_fields=True, tag="welcome", kw_only=True):
     """The handshake succeeded; the arena's memfd rides along (not for admins).
 
     ``session`` is never used again, by no later daemon either; admins get None.
@@ -168,7 +168,7 @@ class Welcome(_Frame, tag="welcome", kw_only=True):
     differences: dict[str, tuple[FieldDifference, ...]] = {}
 
 
-class Refused(_Frame, tag="refused", kw_only=True):
+class Refused(_Frame, frozen=True, forbid_unknown_fields=True, tag="refused", kw_only=True):
     """The handshake failed; the daemon closes. ``field`` names what is at fault.
 
     ``code``: ``version`` · ``no-session`` (a worker before its scheduler: try again) ·
@@ -181,13 +181,15 @@ class Refused(_Frame, tag="refused", kw_only=True):
     message: str
 
 
-class LookupReply(_Frame, tag="lookup-reply", kw_only=True):
+class LookupReply(
+    _Frame, frozen=True, forbid_unknown_fields=True, tag="lookup-reply", kw_only=True
+):
     id: int
     num_blocks: int
     outcome: str
 
 
-class Pinned(_Frame, tag="pinned", kw_only=True):
+class Pinned(_Frame, frozen=True, forbid_unknown_fields=True, tag="pinned", kw_only=True):
     """``offsets[p]`` packs pairs (block, offset); ``lease`` is None where none was granted."""
 
     id: int
@@ -199,8 +201,8 @@ class Pinned(_Frame, tag="pinned", kw_only=True):
     reason: str = ""
 
 
-class Reserved(_Frame, tag="reserved", kw_only=True):
-    """``offsets[p]`` packs one offset (or model.leases.NO_SLOT) for each block from ``first_block`` on."""
+class Reserved(_Frame, frozen=True, forbid_unknown_fields=True, tag="reserved", kw_only=True):
+    """``offsets[p]`` packs one offset (or NO_SLOT) for each block from ``first_block`` on."""
 
     id: int
     lease: int | None
@@ -209,23 +211,27 @@ class Reserved(_Frame, tag="reserved", kw_only=True):
     reason: str = ""
 
 
-class StatusReply(_Frame, tag="status-reply", kw_only=True):
+class StatusReply(
+    _Frame, frozen=True, forbid_unknown_fields=True, tag="status-reply", kw_only=True
+):
     id: int
     statistics: dict[str, object]
 
 
-class RequestsReply(_Frame, tag="requests-reply", kw_only=True):
+class RequestsReply(
+    _Frame, frozen=True, forbid_unknown_fields=True, tag="requests-reply", kw_only=True
+):
     """``reports`` are ``Report`` frames with the reading replica's name added, oldest first."""
 
     id: int
     reports: tuple[tuple[str, Report], ...]
 
 
-class Done(_Frame, tag="done", kw_only=True):
+class Done(_Frame, frozen=True, forbid_unknown_fields=True, tag="done", kw_only=True):
     id: int
 
 
-class Failed(_Frame, tag="failed", kw_only=True):
+class Failed(_Frame, frozen=True, forbid_unknown_fields=True, tag="failed", kw_only=True):
     """A request that was understood and cannot be served; the connection stays open."""
 
     id: int

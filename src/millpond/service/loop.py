@@ -1,0 +1,324 @@
+"""The loop over all connections, in one thread, with one selector, over one pool."""
+
+import contextlib
+import gc
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from millpond import __version__
+from millpond.arena.arena import Arena
+from millpond.model.errors import HandshakeRefused, InvariantBroken
+from millpond.model.limits import CLIENTS_MAX, HANDSHAKE_S_MAX, PROTOCOL_VERSION
+from millpond.pool.pool import Pool
+from millpond.service.dispatch import Dispatch
+from millpond.service.framing import FrameError
+from millpond.service.peer import Peer, SlowPeer, receive_buffer
+from millpond.service.peercred import peer_credentials
+from millpond.service.protocol import Failed, Hello, Refused, Request, Welcome
+from millpond.service.reaper import Process
+from millpond.service.reports import Reports
+from millpond.service.sessions import Session, Sessions
+
+_LOG: Final = logging.getLogger(__name__)
+_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_TICK_NS: Final = 1_000_000_000
+
+
+class _AnyHello(msgspec.Struct, tag="hello", tag_field="type"):
+    """What a hello of any version of the protocol has."""
+
+    protocol_version: int
+
+
+_ANY_HELLO: Final = msgspec.msgpack.Decoder(_AnyHello)
+
+
+class Loop:
+    """The loop over all connections; everything happens in the thread that calls ``run``."""
+
+    def __init__(self, pool: Pool, arena: Arena, arena_fd: int, listener: socket.socket) -> None:
+        self._pool = pool
+        self._arena = arena
+        self._arena_fd = arena_fd
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._peers: set[Peer] = set()
+        self._sessions = Sessions(pool, watch=self._watch, unwatch=self._unwatch)
+        self._reports = Reports()
+        self._dispatch = Dispatch(pool, self._sessions, self._reports, self.statistics)
+        self._buffer = receive_buffer()
+        self._started_ns = time.monotonic_ns()
+        self._counts = {"frames": 0, "bad_frames": 0, "refused": 0, "slow_peers_dropped": 0}
+        self._accepting = False
+        self._accept_again()
+
+    def run(self, stop: threading.Event, wake_fd: int) -> None:
+        """Serve until ``stop`` is set, which ``wake_fd`` announces by being readable."""
+        self._selector.register(wake_fd, selectors.EVENT_READ, _wake_up)
+        # The pool makes no reference cycles, and a full collection walks a million keys:
+        # only what came since the last tick is looked at.
+        gc.disable()
+        try:
+            next_tick_ns = time.monotonic_ns() + _TICK_NS
+            while not stop.is_set():
+                wait_ns = max(0, next_tick_ns - time.monotonic_ns())
+                for key, mask in self._selector.select(wait_ns / 1e9):
+                    key.data(mask)
+                if time.monotonic_ns() >= next_tick_ns:
+                    self._tick(time.monotonic_ns())
+                    next_tick_ns = time.monotonic_ns() + _TICK_NS
+        finally:
+            gc.enable()
+            self._selector.unregister(wake_fd)
+
+    def close(self) -> None:
+        """Close every connection; the arena lives on in the processes that map it."""
+        for peer in tuple(self._peers):
+            self._forget(peer)
+        self._selector.close()
+
+    def statistics(self) -> dict[str, object]:
+        """Return what service and pool count, and tokens by replica (all msgpack-able)."""
+        now_ns = time.monotonic_ns()
+        service = {
+            "version": __version__,
+            "protocol_version": PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "epoch": self._arena.epoch,
+            "uptime_s": (now_ns - self._started_ns) / 1e9,
+            **self._counts,
+            "bad_reports": self._dispatch.num_bad_reports,
+            "unknown_leases": self._dispatch.num_unknown_leases,
+            "clients": [self._client(peer, now_ns) for peer in self._peers if peer.hello],
+            "orphans": [
+                {
+                    "session": self._sessions.wire_number(session),
+                    "rank": rank,
+                    "pid": process.pid,
+                }
+                for session, rank, process in self._sessions.orphans
+            ],
+        }
+        return {
+            "service": service,
+            "pool": self._pool.statistics(),
+            "tokens": self._reports.statistics(),
+        }
+
+    # ------------------------------------------------------------ events
+
+    def _accept(self, _mask: int) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor left: leave it in the backlog for a tick
+            _LOG.warning("accepting paused error=%s", error.strerror)
+            self._selector.unregister(self._listener)
+            self._accepting = False
+            return
+        connected.setblocking(False)  # noqa: FBT003
+        credentials = peer_credentials(connected)
+        peer = Peer(connected, credentials, now_ns=time.monotonic_ns())
+        self._peers.add(peer)
+        self._selector.register(connected, selectors.EVENT_READ, partial(self._on_peer, peer))
+        if credentials.uid != os.geteuid():
+            message = f"the pool serves uid {os.geteuid()} only, not {credentials.uid}"
+            self._refuse(peer, HandshakeRefused("invalid", "uid", message))
+        elif len(self._peers) > CLIENTS_MAX:
+            message = f"{CLIENTS_MAX} connections are open"
+            self._refuse(peer, HandshakeRefused("full", "clients", message))
+
+    def _on_peer(self, peer: Peer, mask: int) -> None:
+        """Serve one connection; whatever goes wrong in it ends it and no other."""
+        if peer.closed:  # by an event of the same round
+            return
+        try:
+            if mask & selectors.EVENT_READ:
+                self._receive(peer)
+            if not peer.closed:
+                self._send(peer)
+        except InvariantBroken:
+            raise
+        except (FrameError, msgspec.MsgspecError) as error:
+            self._counts["bad_frames"] += 1
+            self._drop(peer, f"bad frame: {error}")
+        except SlowPeer:
+            self._counts["slow_peers_dropped"] += 1
+            self._drop(peer, "it does not read its replies")
+        except OSError as error:
+            self._drop(peer, error.strerror or str(error))
+        except Exception:  # noqa: BLE001 - the daemon outlives any one connection
+            _LOG.exception("connection failed %s", peer.describe())
+            self._drop(peer, "an error of the daemon's")
+            self._pool.check_invariants()  # nothing may be served from a half-made change
+
+    def _on_death(self, process: Process, _mask: int) -> None:
+        if process.closed:
+            return
+        session = self._sessions.process_died(process)
+        if session is not None:
+            _LOG.info("process died pid=%d replica=%s", process.pid, session.hello.replica)
+            self._end(session)
+
+    def _tick(self, now_ns: int) -> None:
+        num_expired = self._pool.expire(now_ns)
+        if num_expired:
+            _LOG.warning("write leases expired num_leases=%d", num_expired)
+        deadline_ns = now_ns - int(HANDSHAKE_S_MAX * 1e9)
+        for peer in tuple(self._peers):
+            if peer.hello is None and peer.connected_ns < deadline_ns:
+                self._drop(peer, "no hello in time")
+        self._accept_again()
+        gc.collect(0)
+
+    # ------------------------------------------------------------ one connection
+
+    def _receive(self, peer: Peer) -> None:
+        try:
+            frames = peer.receive(self._buffer)
+        except BlockingIOError:
+            return
+        if frames is None:
+            self._drop(peer, "closed by peer")
+            return
+        for encoded in frames:
+            self._counts["frames"] += 1
+            if peer.hello is None:
+                self._greet(peer, encoded)
+            else:
+                self._answer(peer, encoded)
+            if peer.closed:
+                return
+
+    def _answer(self, peer: Peer, encoded: bytes) -> None:
+        reply = self._dispatch.answer(peer, _REQUESTS.decode(encoded), time.monotonic_ns())
+        if reply is None:
+            return
+        try:
+            peer.reply(reply)
+        except ValueError as error:
+            peer.reply(Failed(id=getattr(reply, "id", 0), code="too-large", message=str(error)))
+        if isinstance(reply, Failed) and reply.code == "broken":
+            peer.flush()
+            raise InvariantBroken(reply.message)
+
+    def _greet(self, peer: Peer, encoded: bytes) -> None:
+        try:
+            hello = _decode_hello(encoded)
+            welcome = self._welcome(peer, hello)
+        except HandshakeRefused as refusal:
+            self._refuse(peer, refusal)
+            return
+        peer.hello = hello
+        if welcome.session is None:
+            peer.reply(welcome)
+        else:
+            peer.reply_with(welcome, self._arena_fd)
+        _LOG.info("client joined %s", peer.describe())
+
+    def _welcome(self, peer: Peer, hello: Hello) -> Welcome:
+        session: Session | None = None
+        if hello.role == "scheduler":
+            session = self._sessions.open(hello, peer)
+        elif hello.role == "worker":
+            session = self._sessions.join(hello, peer)
+        elif hello.role != "admin":
+            raise HandshakeRefused("invalid", "role", f"role: {hello.role!r} is unknown")
+        return Welcome(
+            session=self._sessions.wire_number(session.number) if session else None,
+            epoch=self._arena.epoch,
+            arena_bytes=self._arena.size_bytes,
+            enabled=self._pool.enabled,
+            daemon_version=__version__,
+            differences=self._sessions.differences(session) if session else {},
+        )
+
+    def _refuse(self, peer: Peer, refusal: HandshakeRefused) -> None:
+        """Say why, as far as the peer listens, and hang up."""
+        self._counts["refused"] += 1
+        _LOG.warning("client refused pid=%d reason=%s", peer.credentials.pid, refusal)
+        with contextlib.suppress(OSError):
+            peer.reply(Refused(code=refusal.code, field=refusal.field, message=str(refusal)))
+            peer.flush()
+        self._drop(peer, f"refused: {refusal.code}")
+
+    def _send(self, peer: Peer) -> None:
+        had_output = bool(self._selector.get_key(peer.socket).events & selectors.EVENT_WRITE)
+        peer.flush()
+        has_output = peer.waiting_bytes > 0
+        if has_output != had_output:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_output else 0)
+            key = self._selector.get_key(peer.socket)
+            self._selector.modify(peer.socket, events, key.data)
+
+    def _drop(self, peer: Peer, reason: str) -> None:
+        """End a connection, and with it the session it is a member of."""
+        _LOG.info("client left %s reason=%s", peer.describe(), reason)
+        session = self._sessions.of(peer)
+        if session is None:
+            self._forget(peer)
+        else:
+            self._end(session)
+
+    def _end(self, session: Session) -> None:
+        for peer in self._sessions.end(session):
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        self._selector.unregister(peer.socket)
+        peer.close()
+
+    # ------------------------------------------------------------ registrations
+
+    def _watch(self, process: Process) -> None:
+        self._selector.register(
+            process.pidfd, selectors.EVENT_READ, partial(self._on_death, process)
+        )
+
+    def _unwatch(self, process: Process) -> None:
+        if not process.closed:
+            self._selector.unregister(process.pidfd)
+            process.close()
+
+    def _accept_again(self) -> None:
+        if not self._accepting:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._accepting = True
+
+    def _client(self, peer: Peer, now_ns: int) -> dict[str, object]:
+        hello = peer.hello
+        session = self._sessions.of(peer)
+        return {
+            "role": hello.role if hello else None,
+            "replica": hello.replica if hello and session else None,
+            "rank": hello.rank if hello and hello.role == "worker" else None,
+            "session": self._sessions.wire_number(session.number) if session else None,
+            "pid": peer.credentials.pid,
+            "connected_s": (now_ns - peer.connected_ns) / 1e9,
+        }
+
+
+def _wake_up(_mask: int) -> None:
+    """Do nothing: what woke the loop has set its stop event."""
+
+
+def _decode_hello(encoded: bytes) -> Hello:
+    """Decode the first frame; a hello of another version is refused by name, not as garbage."""
+    version = _ANY_HELLO.decode(encoded).protocol_version
+    if version != PROTOCOL_VERSION:
+        message = f"the pool speaks protocol version {PROTOCOL_VERSION}, the client {version}"
+        raise HandshakeRefused("version", "protocol_version", message)
+    hello = _REQUESTS.decode(encoded)
+    if not isinstance(hello, Hello):
+        raise FrameError(f"a {type(hello).__name__} before the hello")
+    return hello
