@@ -1,29 +1,80 @@
 """The brain of Millpond: which blocks are kept, where, and who may touch them.
 
-SKELETON: signatures are final, bodies follow.
+The pool is a state machine without I/O: no clock (times come in as ``now_ns``, from any
+clock that does not go back), no thread, no log. It never touches the memory it manages. The
+daemon, the planner and the property tests drive it alike, each from one thread.
+
+The hazard that shapes it: **a lease cannot be taken back**. A slow or dead process's copy
+lands in shared memory whenever it lands. So a lease holds its slots until every rank says
+that its copies are over, or is known dead (``drain_rank``). Until then a slot that has left
+the index is QUARANTINED and not handed out; time alone frees nothing.
+
+    reserve ──▶ RESERVED ──all ranks finished ok──▶ COMMITTED ──evicted, unheld──▶ FREE
+                    │                                   │
+      abort, expiry, │ a block before it left            │ left the index while a reader
+                    ▼                                   ▼ holds it
+                 QUARANTINED ──last hold ends──▶ FREE ◀─┘
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from millpond.model.errors import HandshakeRefused, LeaseUnknown
 from millpond.model.leases import LookupResult, ReadLease, WriteLease
-from millpond.model.names import SlotRef, SlotState
-from millpond.model.namespace import Namespace
+from millpond.model.limits import (
+    KEY_BYTES,
+    KEYS_PER_REQUEST_MAX,
+    LEASES_PER_SESSION_MAX,
+    NAMESPACES_MAX,
+    PARTS_MAX,
+    RANKS_MAX,
+    WRITE_LEASE_S_MAX,
+)
+from millpond.model.names import Outcome, SlotRef, SlotState
+from millpond.model.namespace import Namespace, aligned_slot_bytes
+from millpond.pool.allocator import RESERVED, STATES, Allocator, default_extent_bytes
+from millpond.pool.index import Index, Part
+from millpond.pool.invariants import check_invariants
+from millpond.pool.policies.base import PolicyFactory
+from millpond.pool.policies.lru import LruPolicy
+from millpond.pool.reserving import Grant, Wish, grant_slots
+from millpond.pool.sessions import Lease, Reading, Session, Sessions, Writing
+from millpond.pool.statistics import Counts, pool_statistics
+from millpond.pool.store import Store
 
+__all__ = ["Pool", "default_extent_bytes"]
 
-def default_extent_bytes(arena_bytes: int) -> int:
-    """Return the extent size for a slot area of ``arena_bytes``."""
-    raise NotImplementedError
+_WRITE_LEASE_NS_MAX = int(WRITE_LEASE_S_MAX * 1e9)
 
 
 class Pool:
-    """Which blocks are kept, where, and who may touch them; owned by one thread."""
+    """Which blocks are kept, where, and who may touch them; owned by one thread.
 
-    def __init__(self, *, epoch: int, arena_bytes: int, extent_bytes: int) -> None:
-        raise NotImplementedError
+    ``arena_bytes`` is the slot area, without the arena's header; all offsets count from its
+    start. ``policy`` makes the eviction policy of each slot size.
+    """
 
-    @property
-    def enabled(self) -> bool:
-        raise NotImplementedError
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        arena_bytes: int,
+        extent_bytes: int,
+        policy: PolicyFactory = LruPolicy,
+    ) -> None:
+        self._allocator = Allocator(
+            epoch=epoch, arena_bytes=arena_bytes, extent_bytes=extent_bytes, make_policy=policy
+        )
+        self._store = Store(self._allocator)
+        self._sessions = Sessions()
+        self._namespace_ids: dict[bytes, int] = {}
+        self._enabled = True
+        self._counts = Counts()
+
+    # ------------------------------------------------------------ who takes part
 
     def add_namespace(self, namespace: Namespace) -> int:
         """Return the id of ``namespace``; the same id for an equal one (by digest).
@@ -31,14 +82,46 @@ class Pool:
         Raises ``HandshakeRefused`` with code ``too-large`` (a slot larger than an extent) or
         ``full`` (NAMESPACES_MAX), ready to be sent on.
         """
-        raise NotImplementedError
+        digest = namespace.digest()
+        known = self._namespace_ids.get(digest)
+        if known is not None:
+            return known
+        namespace_id = len(self._namespace_ids)
+        if namespace_id == NAMESPACES_MAX:
+            raise HandshakeRefused(
+                "full", "namespace", f"the pool serves {NAMESPACES_MAX} namespaces already"
+            )
+        extent_bytes = self._allocator.extent_bytes
+        for spec in namespace.parts:
+            if aligned_slot_bytes(spec.slot_bytes) > extent_bytes:
+                raise HandshakeRefused(
+                    "too-large",
+                    "parts",
+                    f"part {spec.name!r} needs slots of {spec.slot_bytes} bytes; an extent of "
+                    f"this pool has {extent_bytes}: start the pool with a larger size",
+                )
+        parts = tuple(
+            Part(
+                number=number,
+                coverage=spec.coverage,
+                window_blocks=spec.window_blocks,
+                table=self._allocator.table(aligned_slot_bytes(spec.slot_bytes)),
+                owner=namespace_id * PARTS_MAX + number,
+            )
+            for number, spec in enumerate(namespace.parts)
+        )
+        self._store.indexes.append(Index(parts))
+        self._namespace_ids[digest] = namespace_id
+        return namespace_id
 
     def open_session(self, *, replica: str, namespace_id: int, num_ranks: int) -> int:
         """Open a session, one incarnation of an engine; its id (>= 1) is never used again.
 
         ``HandshakeRefused`` with code ``full`` when too many replica names have been seen.
         """
-        raise NotImplementedError
+        if not 1 <= num_ranks <= RANKS_MAX:
+            raise ValueError(f"num_ranks is {num_ranks}, must be 1 to {RANKS_MAX}")
+        return self._sessions.open(replica, self._index(namespace_id), num_ranks).session_id
 
     def close_session(self, session: int) -> None:
         """Take no more requests from ``session``; idempotent, unknown sessions are ignored.
@@ -46,7 +129,14 @@ class Pool:
         Its unfinished writes leave the index at once. Slots of its live leases stay out of
         use until each rank has finished them or is drained.
         """
-        raise NotImplementedError
+        record = self._sessions.by_id.get(session)
+        if record is None:
+            return
+        record.is_open = False
+        for lease in record.leases.values():
+            if isinstance(lease, Writing):
+                self._abort(lease)
+        self._sessions.forget_if_over(record)
 
     def drain_rank(self, session: int, rank: int) -> None:
         """Note that ``rank`` of ``session`` has no copy in flight, or that it is dead.
@@ -55,14 +145,31 @@ class Pool:
         it had not finished. Idempotent; a session that is gone is ignored. A rank outside
         the session's ``num_ranks`` is a ``ValueError``.
         """
-        raise NotImplementedError
+        record = self._sessions.by_id.get(session)
+        if record is None:
+            return
+        bit = _rank_bit(record, rank)
+        for lease in list(record.leases.values()):
+            if lease.ranks & bit:
+                # An aborted lease commits nothing: no time is needed.
+                if isinstance(lease, Writing):
+                    self._abort(lease)
+                self._end_ranks(lease, bit, now_ns=0)
+
+    # ------------------------------------------------------------ reading
 
     def lookup(self, namespace_id: int, keys: bytes, key_bytes: int) -> LookupResult:
         """Return how many blocks of ``keys`` could be loaded now; changes nothing.
 
         ``ValueError`` for keys of a wrong length or too many of them (all verbs).
         """
-        raise NotImplementedError
+        num_keys = _num_keys(keys, key_bytes)
+        index = self._index(namespace_id)
+        if not self._enabled:
+            return LookupResult(0, Outcome.MISS)
+        num_blocks, _, outcome = _longest_usable(index, keys, key_bytes, num_keys)
+        self._counts.lookups[outcome] += 1
+        return LookupResult(num_blocks, outcome)
 
     def pin(
         self, session: int, keys: bytes, key_bytes: int, *, first_block: int, now_ns: int
@@ -72,9 +179,51 @@ class Pool:
         ``reason`` where nothing is granted: ``off``, ``miss`` or ``limit``
         (LEASES_PER_SESSION_MAX). ``ValueError`` for a session that is not open.
         """
-        raise NotImplementedError
+        record = self._sessions.opened(session)
+        num_keys = _num_keys(keys, key_bytes)
+        if first_block < 0:
+            raise ValueError(f"first_block {first_block} < 0")
+        if not self._enabled:
+            return self._refuse_pin(0, Outcome.MISS, "off")
+        index = record.index
+        num_blocks, node, outcome = _longest_usable(index, keys, key_bytes, num_keys)
+        if num_blocks <= first_block:
+            return self._refuse_pin(num_blocks, outcome, "miss")
+        if len(record.leases) >= LEASES_PER_SESSION_MAX:
+            return self._refuse_pin(num_blocks, outcome, "limit")
+        slots: list[array[int]] = []
+        offsets: list[array[int]] = []
+        for part, blocks in _blocks_to_read(index, first_block, num_blocks):
+            held = self._store.hold(part, index, index.path(node, len(blocks)), now_ns)
+            slots.append(held)
+            offsets.append(_pairs(blocks, map(part.table.offset.__getitem__, held)))
+        self._store.refresh(index, node)
+        lease = Reading(self._sessions.next_lease_id(), record, tuple(slots), record.all_ranks)
+        record.leases[lease.lease_id] = lease
+        self._counts.pins["granted"] += 1
+        writers = self._note_read(record, slots)
+        return ReadLease(lease.lease_id, num_blocks, outcome, tuple(offsets), writers)
 
-    def reserve(
+    def _refuse_pin(self, num_blocks: int, outcome: Outcome, reason: str) -> ReadLease:
+        self._counts.pins[reason] += 1
+        return ReadLease(None, num_blocks, outcome, reason=reason)
+
+    def _note_read(self, record: Session, slots: list[array[int]]) -> tuple[tuple[str, int], ...]:
+        first = record.index.first_part
+        replicas = self._sessions.replicas
+        numbers = Counter(map(first.table.writer.__getitem__, slots[first.number]))
+        writers = tuple((replicas[number].name, count) for number, count in numbers.items())
+        reader = record.replica
+        reader.num_read_leases += 1
+        for name, count in writers:
+            reader.num_blocks_read += count
+            by_writer = reader.num_blocks_read_by_writer
+            by_writer[name] = by_writer.get(name, 0) + count
+        return writers
+
+    # ------------------------------------------------------------ writing
+
+    def reserve(  # noqa: PLR0913 (the fields of one frame of the wire, and the time)
         self,
         session: int,
         keys: bytes,
@@ -92,7 +241,37 @@ class Pool:
         ``hole`` (blocks before ``first_block`` are missing), ``full`` or ``limit``.
         ``ValueError`` for a session that is not open, blocks out of range or a broken chain.
         """
-        raise NotImplementedError
+        record = self._sessions.opened(session)
+        wish = Wish(record.index, keys, key_bytes, _num_keys(keys, key_bytes), first_block, parts)
+        if not self._enabled:
+            return self._refuse_reserve(first_block, "off")
+        if len(record.leases) >= LEASES_PER_SESSION_MAX:
+            return self._refuse_reserve(first_block, "limit")
+        grant = grant_slots(self._store, wish, now_ns)
+        if not isinstance(grant, Grant):
+            return self._refuse_reserve(first_block, grant)
+        replica = record.replica
+        for part, slots in zip(record.index.parts, grant.slots, strict=True):
+            for slot in slots:
+                part.table.writer[slot] = replica.number
+        lease = Writing(
+            self._sessions.next_lease_id(),
+            record,
+            grant.slots,
+            record.all_ranks,
+            granted_ns=now_ns,
+        )
+        record.leases[lease.lease_id] = lease
+        self._sessions.writing[lease.lease_id] = lease
+        replica.num_write_leases += 1
+        self._counts.reserves["granted"] += 1
+        return WriteLease(lease.lease_id, grant.first_block, grant.offsets)
+
+    def _refuse_reserve(self, first_block: int, reason: str) -> WriteLease:
+        self._counts.reserves[reason] += 1
+        return WriteLease(None, first_block, reason=reason)
+
+    # ------------------------------------------------------------ the ends of leases
 
     def finish(
         self, session: int, lease_id: int, *, rank: int | None, ok: bool, now_ns: int
@@ -103,36 +282,160 @@ class Pool:
         it. ``LeaseUnknown`` for a lease that is not live, belongs to another session, or that
         this rank has finished already; nothing changes then. Works on closed sessions too.
         """
-        raise NotImplementedError
+        lease = self._sessions.lease(session, lease_id)
+        bits = lease.ranks if rank is None else _rank_bit(lease.session, rank)
+        if not lease.ranks & bits:
+            raise LeaseUnknown(lease_id)
+        if isinstance(lease, Writing) and not ok:
+            self._abort(lease)
+        self._end_ranks(lease, bits, now_ns)
 
     def expire(self, now_ns: int) -> int:
-        """Abort write leases older than WRITE_LEASE_S_MAX; return how many. Cheap each second."""
-        raise NotImplementedError
+        """Abort write leases older than WRITE_LEASE_S_MAX; return how many.
+
+        Their keys can then be written by somebody else, but their slots wait in quarantine
+        for the ranks. Read leases do not expire: to end one early would free nothing that is
+        safe to use, since the reader could still be copying, and its blocks are no worse for
+        being held. Only looks at what has expired, so that it may be called every second.
+        """
+        num_expired = 0
+        while self._sessions.writing:
+            oldest = next(iter(self._sessions.writing.values()))
+            if now_ns - oldest.granted_ns < _WRITE_LEASE_NS_MAX:
+                break
+            self._abort(oldest)
+            num_expired += 1
+        self._counts.num_write_leases_expired += num_expired
+        return num_expired
+
+    def _end_ranks(self, lease: Lease, bits: int, now_ns: int) -> None:
+        lease.ranks &= ~bits
+        if lease.ranks:
+            return
+        index = lease.session.index
+        if isinstance(lease, Writing) and not lease.is_aborted:
+            self._commit(lease, now_ns)
+        for part, slots in zip(index.parts, lease.slots, strict=True):
+            self._store.release(part, index, slots)
+        del lease.session.leases[lease.lease_id]
+        self._sessions.forget_if_over(lease.session)
+
+    def _commit(self, lease: Writing, now_ns: int) -> None:
+        index = lease.session.index
+        first = index.first_part
+        for part, slots in zip(index.parts, lease.slots, strict=True):
+            # Slots of blocks whose ancestors left meanwhile are in quarantine.
+            written = [slot for slot in slots if part.table.state[slot] == RESERVED]
+            for slot in written:
+                self._store.commit(part, index, slot, now_ns)
+            if part is first:
+                lease.session.replica.num_blocks_written += len(written)
+        del self._sessions.writing[lease.lease_id]
+
+    def _abort(self, lease: Writing) -> None:
+        """Take the keys of a write lease out of the index; its holds stay until it ends."""
+        if lease.is_aborted:
+            return
+        lease.is_aborted = True
+        del self._sessions.writing[lease.lease_id]
+        lease.session.replica.num_write_leases_aborted += 1
+        index = lease.session.index
+        for part, slots in zip(index.parts, lease.slots, strict=True):
+            table = part.table
+            for slot in slots:
+                if table.state[slot] != RESERVED:
+                    continue  # left with a block before it
+                if part.is_every:
+                    self._store.drop_subtree(index, table.node[slot])
+                else:
+                    self._store.drop_tail(part, index, table.node[slot])
+
+    # ------------------------------------------------------------ the whole pool
+
+    @property
+    def enabled(self) -> bool:
+        """Whether lookups can hit and leases are granted."""
+        return self._enabled
 
     def set_enabled(self, *, enabled: bool) -> None:
         """Switch the pool; off, lookups miss and nothing is granted. Live leases go on."""
-        raise NotImplementedError
+        self._enabled = enabled
 
     def flush(self) -> int:
         """Forget every block; return how many. Slots under lease are freed as leases end."""
-        raise NotImplementedError
+        return self._store.clear()
 
     def slot_at(self, offset_bytes: int) -> SlotRef:
         """Name the slot at an offset handed out by a lease; ``StaleSlot`` if there is none."""
-        raise NotImplementedError
+        return self._allocator.slot_at(offset_bytes)
 
     def resolve(self, ref: SlotRef) -> int:
         """Return the offset of a slot; ``StaleSlot`` when epoch or generation has moved."""
-        raise NotImplementedError
+        table, slot = self._allocator.locate(ref)
+        return table.offset[slot]
 
     def slot_state(self, ref: SlotRef) -> SlotState:
         """Return the state of a slot; ``StaleSlot`` when epoch or generation has moved."""
-        raise NotImplementedError
+        table, slot = self._allocator.locate(ref)
+        return STATES[table.state[slot]]
 
     def statistics(self) -> dict[str, object]:
         """Return counts and sizes as plain dicts, lists, strings and numbers (msgpack-able)."""
-        raise NotImplementedError
+        statistics = pool_statistics(self._store, self._sessions, self._counts)
+        return {"enabled": self._enabled, **statistics}
 
     def check_invariants(self) -> None:
         """Raise ``InvariantBroken`` naming what is wrong; walks everything, not for hot paths."""
-        raise NotImplementedError
+        check_invariants(self._store, self._sessions)
+
+    def _index(self, namespace_id: int) -> Index:
+        if not 0 <= namespace_id < len(self._store.indexes):
+            raise ValueError(f"namespace {namespace_id} does not exist")
+        return self._store.indexes[namespace_id]
+
+
+def _num_keys(keys: bytes, key_bytes: int) -> int:
+    if key_bytes not in KEY_BYTES or len(keys) % key_bytes:
+        raise ValueError(f"{len(keys)} bytes of keys of {key_bytes} bytes each")
+    num_keys = len(keys) // key_bytes
+    if num_keys > KEYS_PER_REQUEST_MAX:
+        raise ValueError(f"{num_keys} keys in one request, at most {KEYS_PER_REQUEST_MAX}")
+    return num_keys
+
+
+def _rank_bit(session: Session, rank: int) -> int:
+    if not 0 <= rank < session.num_ranks:
+        raise ValueError(f"rank {rank} in a session of {session.num_ranks}")
+    return 1 << rank
+
+
+def _longest_usable(
+    index: Index, keys: bytes, key_bytes: int, num_keys: int
+) -> tuple[int, int, Outcome]:
+    """Return the usable blocks, the node of the last one, and what stands after them."""
+    num_ready, node = index.longest_ready(keys, key_bytes)
+    is_pending = num_ready < num_keys and index.find(keys, key_bytes, num_ready) is not None
+    if index.tails:
+        node, is_tail_pending = index.resumable(node)
+        is_pending = is_pending or is_tail_pending
+    num_blocks = index.depth[node]
+    if num_blocks == num_keys:
+        return num_blocks, node, Outcome.HIT
+    return num_blocks, node, Outcome.PENDING if is_pending else Outcome.MISS
+
+
+def _blocks_to_read(index: Index, first_block: int, num_blocks: int) -> list[tuple[Part, range]]:
+    """Return for each part the blocks of it that a reader needs."""
+    wanted: list[tuple[Part, range]] = []
+    for part in index.parts:
+        first = first_block if part.is_every else max(0, num_blocks - (part.window_blocks or 1))
+        wanted.append((part, range(first, num_blocks)))
+    return wanted
+
+
+def _pairs(blocks: range, offsets: Iterable[int]) -> array[int]:
+    """Return (block, offset, block, offset, ...) without a loop in Python."""
+    pairs = array("Q", bytes(16 * len(blocks)))
+    pairs[0::2] = array("Q", blocks)
+    pairs[1::2] = array("Q", offsets)
+    return pairs

@@ -1,0 +1,105 @@
+"""The pool's figures, as plain values for status pages, metrics and records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millpond.model.names import Outcome
+from millpond.pool.allocator import STATES
+from millpond.pool.sessions import Sessions
+from millpond.pool.store import Store
+
+
+def _outcomes() -> dict[str, int]:
+    return {outcome.value: 0 for outcome in Outcome}
+
+
+def _pin_results() -> dict[str, int]:
+    return dict.fromkeys(("granted", "miss", "off", "limit"), 0)
+
+
+def _reserve_results() -> dict[str, int]:
+    return dict.fromkeys(("granted", "present", "hole", "full", "off", "limit"), 0)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What requests got, since the pool was made."""
+
+    lookups: dict[str, int] = field(default_factory=_outcomes)
+    pins: dict[str, int] = field(default_factory=_pin_results)
+    reserves: dict[str, int] = field(default_factory=_reserve_results)
+    num_write_leases_expired: int = 0
+
+
+def pool_statistics(store: Store, sessions: Sessions, counts: Counts) -> dict[str, object]:
+    """Return all figures; costs a pass over one byte a slot."""
+    allocator = store.allocator
+    sizes: list[dict[str, object]] = []
+    num_slots = dict.fromkeys((state.value for state in STATES), 0)
+    bytes_by_state = dict.fromkeys((state.value for state in STATES), 0)
+    for table in allocator.tables.values():
+        by_state = {state.value: 0 for state in STATES}
+        extents = list(table.assigned())
+        for extent in extents:
+            states = table.state[extent.first_slot : extent.slots.stop]
+            for byte, state in enumerate(STATES):
+                by_state[state.value] += states.count(byte)
+        for state, count in by_state.items():
+            num_slots[state] += count
+            bytes_by_state[state] += count * table.slot_bytes
+        sizes.append(
+            {
+                "slot_bytes": table.slot_bytes,
+                "num_extents": len(extents),
+                "num_slots": by_state,
+                "num_evictable": len(table.policy),
+                "num_evictions": table.num_evictions,
+            }
+        )
+    bytes_by_state["unassigned"] = len(allocator.unassigned) * allocator.extent_bytes
+    return {
+        "epoch": allocator.epoch,
+        "extent_bytes": allocator.extent_bytes,
+        "num_extents": len(allocator.extents),
+        "num_extents_unassigned": len(allocator.unassigned),
+        "num_extents_reclaimed": store.num_extents_reclaimed,
+        "num_slots": num_slots,
+        "bytes": bytes_by_state,
+        "slot_sizes": sizes,
+        "num_blocks": sum(len(index.rows) for index in store.indexes),
+        "num_blocks_by_namespace": [len(index.rows) for index in store.indexes],
+        "num_evictions": sum(table.num_evictions for table in allocator.tables.values()),
+        "lookups": dict(counts.lookups),
+        "pins": dict(counts.pins),
+        "reserves": dict(counts.reserves),
+        "num_sessions": len(sessions.by_id),
+        "num_write_leases": len(sessions.writing),
+        "num_leases": sessions.num_leases(),
+        "num_write_leases_expired": counts.num_write_leases_expired,
+        "replicas": _replicas(sessions),
+        "blocks_by_writer_reader": _blocks_by_writer_reader(sessions),
+    }
+
+
+def _replicas(sessions: Sessions) -> dict[str, dict[str, int]]:
+    return {
+        replica.name: {
+            "num_sessions": replica.num_sessions,
+            "num_read_leases": replica.num_read_leases,
+            "num_write_leases": replica.num_write_leases,
+            "num_write_leases_aborted": replica.num_write_leases_aborted,
+            "num_blocks_read": replica.num_blocks_read,
+            "num_blocks_written": replica.num_blocks_written,
+        }
+        for replica in sessions.replicas
+    }
+
+
+def _blocks_by_writer_reader(sessions: Sessions) -> dict[str, dict[str, int]]:
+    """Return blocks read, by the name of the replica that wrote and of the one that read."""
+    matrix: dict[str, dict[str, int]] = {}
+    for reader in sessions.replicas:
+        for writer, count in reader.num_blocks_read_by_writer.items():
+            matrix.setdefault(writer, {})[reader.name] = count
+    return matrix
