@@ -112,9 +112,7 @@ def test_a_closed_engine_finishes_what_is_queued_and_takes_no_more() -> None:
     source, target = np.ones(8, np.uint8), np.zeros(8, np.uint8)
     record = Recorder()
     copies = copies_between(source, target)
-    engine.submit(
-        Direction.STORE, copies, after=engine.fence(), keep_alive=None, on_done=record
-    )
+    engine.submit(Direction.STORE, copies, after=engine.fence(), keep_alive=None, on_done=record)
     assert engine.close(WAIT_S)
     assert record.tickets
     with pytest.raises(ValueError, match="closed"):

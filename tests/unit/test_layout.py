@@ -60,9 +60,7 @@ def test_overlap_and_missing_block_dimension_are_refused() -> None:
 
 
 def two_layers() -> PartLayout:
-    return PartLayout(
-        "attention", (LayerPages("l0", 0, 48), LayerPages("l1", 1, 16)), {0: 2, 1: 4}
-    )
+    return PartLayout("attention", (LayerPages("l0", 0, 48), LayerPages("l1", 1, 16)), {0: 2, 1: 4})
 
 
 def test_rank_bytes_and_layer_offsets_add_up() -> None:

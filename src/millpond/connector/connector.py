@@ -81,9 +81,7 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if role is KVConnectorRole.SCHEDULER:
             self._link = Link("scheduler", self._connect)
-            self._scheduler = SchedulerSide(
-                self._layout, self._link, self._config, self._num_ranks
-            )
+            self._scheduler = SchedulerSide(self._layout, self._link, self._config, self._num_ranks)
         else:
             self._worker = self._make_worker(self._config)
 

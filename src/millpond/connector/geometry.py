@@ -4,6 +4,8 @@
     full attention                    "attention"            every block of the prefix
     sliding window of w tokens        "window-w"             the last ceil((w - 1) / block)
     recurrent (gated delta net, …)    "state"                the last block
+
+Groups that map to one part lie together in its slots.
 """
 
 import math
@@ -49,9 +51,7 @@ class EngineLayout:
         """Return the parts as the pool knows them, for all ranks together."""
         return tuple(
             PartSpec(part.name, coverage, part.rank_bytes * num_ranks, window)
-            for part, coverage, window in zip(
-                self.parts, self.coverages, self.windows, strict=True
-            )
+            for part, coverage, window in zip(self.parts, self.coverages, self.windows, strict=True)
         )
 
     def table(self, part: int, group: int, block: int, ids: Sequence[int]) -> list[int]:

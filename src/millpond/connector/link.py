@@ -37,8 +37,8 @@ class Link(Generic[ClientT]):
 
     ``connect`` is called from the link's own thread, again and again until it returns a
     client; None and an ``ExpectedError`` are reasons to try again, a ``SetupError`` ends the
-    link for good, for trying again would not help. ``closed`` is called there too, once for each lost client,
-    before the next attempt.
+    link for good, for trying again would not help. ``closed`` is called there too, once for
+    each lost client, before the next attempt.
     """
 
     def __init__(

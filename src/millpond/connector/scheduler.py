@@ -161,9 +161,12 @@ class SchedulerSide:
     def _pin(self, state: RequestState, num_blocks: int, first_block: int) -> Pinned | None:
         client = self._link.client
         held = state.pinned
-        if held is not None and client is not None and held.session == client.session:
-            if held.first_block == first_block:
-                return held
+        if (
+            held is not None
+            and client is not None
+            and (held.session, held.first_block) == (client.session, first_block)
+        ):
+            return held
         self._release(state)
         if client is None:
             return None
@@ -220,7 +223,7 @@ class SchedulerSide:
         state = self._states.get(request_id)
         if state is not None:
             for table, new in zip(state.tables, block_ids, strict=True):
-                table += new
+                table.extend(new)
 
     def _plan_store(self, state: RequestState, tokens_after: int) -> Job | None:
         layout = self._layout
@@ -251,7 +254,7 @@ class SchedulerSide:
         return self._store_job(state, client.session, lease.lease_id, lease)
 
     def _offered_blocks(self, state: RequestState, part: int, reached: range) -> list[int]:
-        """Return which of the blocks ``reached`` by this step have their data for ``part`` in the engine's pages.
+        """Return which of the blocks ``reached`` by this step have ``part``'s data right now.
 
         A recurrent state lies at the position in the block table where its boundary is: a
         non-null engine block that ends at a boundary which this step reaches holds the state

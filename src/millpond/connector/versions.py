@@ -4,11 +4,11 @@ import math
 import os
 from typing import Any
 
-import torch
-
 from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
+
+from millpond.model.errors import UnsupportedEngine
 
 SHARED_HASH_SEED = "0"
 
@@ -36,21 +36,21 @@ def hash_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def layer_spec(spec: KVCacheSpec, layer: str) -> Any:
+def layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     """Return one layer's spec out of a group's, which may hold one for each layer."""
     by_layer = getattr(spec, "kv_cache_specs", None)
     return spec if by_layer is None else by_layer[layer]
 
 
-def page_bytes(spec: Any) -> int:
+def page_bytes(spec: KVCacheSpec) -> int:
     """Return the bytes of data in one page of a layer, the engine's padding excluded."""
     unpadded = getattr(spec, "real_page_size_bytes", None)
     if unpadded is not None:
         return int(unpadded)
     # 0.27 and before know a recurrent layer's page only with its padding.
-    pairs: list[tuple[tuple[int, ...], torch.dtype]] = list(
-        zip(spec.shapes, spec.dtypes, strict=True)
-    )
+    if not isinstance(spec, MambaSpec):
+        raise UnsupportedEngine(f"pages of kind {type(spec).__name__} have no known size")
+    pairs = zip(spec.shapes, spec.dtypes, strict=True)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
 
 

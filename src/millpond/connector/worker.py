@@ -5,6 +5,8 @@
     main thread     take_results, finished: hand on what the copy threads noted
     link thread     (re)joins the engine's session; tells the daemon which earlier ones are
                     drained, once no copy that began under them is in flight (E5)
+
+No thread of the engine waits for a copy or for the daemon.
 """
 
 import logging
