@@ -120,7 +120,7 @@ class Sessions:
 
         What it says of earlier sessions is taken in either way.
         """
-        namespace = _checked_namespace(hello)
+        check_hello(hello)
         if len(hello.drained) > _DRAINED_MAX:
             raise _invalid("drained", f"{len(hello.drained)} sessions, at most {_DRAINED_MAX}")
         process = _process(peer)
@@ -129,7 +129,7 @@ class Sessions:
             if earlier is not None:
                 self._unwatch(earlier)
         try:
-            session = self._joinable(hello, namespace)
+            session = self._joinable(hello)
         except HandshakeRefused:
             process.close()
             raise
@@ -176,7 +176,7 @@ class Sessions:
                 found[other.hello.replica] = mine.differences(theirs)
         return found
 
-    def _joinable(self, hello: Hello, namespace: Namespace) -> Session:
+    def _joinable(self, hello: Hello) -> Session:
         for session in self:
             if session.hello.session_key == hello.session_key:
                 break
@@ -186,11 +186,6 @@ class Sessions:
             mine, theirs = getattr(session.hello, field), getattr(hello, field)
             if mine != theirs:
                 raise _invalid(field, f"{theirs!r}, but the scheduler said {mine!r}")
-        if session.hello.namespace is not None and namespace != session.hello.namespace:
-            different = session.hello.namespace.differences(namespace)[0]
-            raise _invalid(
-                different.field, f"{different.theirs}, but the scheduler said {different.mine}"
-            )
         if hello.rank in session.workers:
             holder = session.workers[hello.rank].credentials.pid
             raise HandshakeRefused("taken", "rank", f"rank {hello.rank} is process {holder}")
