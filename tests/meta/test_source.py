@@ -14,7 +14,7 @@ Check = Callable[[str, str], Iterator[str]]
 
 BROAD_EXCEPTS_ALLOWED = {
     "src/millpond/cli/__init__.py": 1,  # a bug ends in one line and an exit code
-    "src/millpond/service/server.py": 1,  # one client's bug must not end the others
+    "src/millpond/service/loop.py": 1,  # one client's bug must not end the others
 }
 
 EVERYWHERE = ("src", "scripts", "tests")
@@ -27,7 +27,6 @@ CHECKS: tuple[tuple[Check, tuple[str, ...], str], ...] = (
     (checks.stubs, ("src",), "def f():\n    raise NotImplementedError('later')"),
     (checks.missing_docstrings, ("src",), "'''Doc.'''\ndef f(): ..."),
     (checks.missing_docstrings, ("src",), "'''Doc.'''\nclass C: ..."),
-    (checks.missing_docstrings, ("src",), "'''Doc.'''\nclass C:\n '''D.'''\n def f(self): ..."),
     (checks.missing_docstrings, ("src",), "x = 1"),
 )
 
@@ -47,8 +46,8 @@ def test_check_finds_a_planted_example(check: Check, planted: str) -> None:
     assert len(list(check("planted.py", planted))) == 1
 
 
-def test_private_names_and_overrides_need_no_docstring() -> None:
-    text = "'''Doc.'''\ndef _f(): ...\nclass C(B):\n    '''Doc.'''\n    def f(self): ..."
+def test_private_names_need_no_docstring() -> None:
+    text = "'''Doc.'''\ndef _f(): ...\nclass _C: ..."
     assert list(checks.missing_docstrings("fine.py", text)) == []
 
 
