@@ -148,8 +148,9 @@ class Connection:
         try:
             if self._closed:
                 return True
-            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
-            if self._socket.recv(1, flags):
+            # With a time-out set, Python waits for data before it looks at any flag.
+            self._socket.settimeout(0.0)
+            if self._socket.recv(1, socket.MSG_PEEK):
                 self._broken(FrameError("a frame that nobody asked for"))
             self._close()
         except BlockingIOError:
