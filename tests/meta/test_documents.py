@@ -1,11 +1,11 @@
 """Documents say what is there, and nothing about how it came about."""
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 
 import click
 import pytest
+import millpond
 from millpond.cli import main
 
 from tests.meta import checks
@@ -64,10 +64,9 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_changelog_has_an_entry_for_this_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     entry = re.search(
-        rf"^## {re.escape(project['version'])}\b.*?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S
+        rf"^## {re.escape(millpond.__version__)}\b.*?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S
     )
     assert entry is not None
     assert re.search(r"^- \w", entry[1], re.M)
