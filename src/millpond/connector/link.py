@@ -29,7 +29,8 @@ class LinkedClient(Protocol):
 
 ClientT = TypeVar("ClientT", bound=LinkedClient)
 
-_QUIET_REFUSALS = ("no-session",)
+_EARLY_PAUSE_S = 0.25
+"""Between attempts of a worker whose scheduler has not joined yet: it will any moment."""
 
 
 class Link(Generic[ClientT]):
@@ -55,6 +56,7 @@ class Link(Generic[ClientT]):
         self._wake = threading.Event()
         self._stopping = False
         self._complained = False
+        self._is_early = False
         self._thread = threading.Thread(target=self._run, name=f"millpond-link-{name}", daemon=True)
 
     def start(self) -> None:
@@ -100,16 +102,20 @@ class Link(Generic[ClientT]):
                     previous = None
                 current = self._try()
                 pause_s = RECONNECT_S[0] if current else min(pause_s * 2, RECONNECT_S[1])
+                if self._is_early:
+                    pause_s = _EARLY_PAUSE_S
                 previous = current
                 self._client = current
             self._wake.wait(RECONNECT_S[0] if current else pause_s)
             self._wake.clear()
 
     def _try(self) -> ClientT | None:
+        self._is_early = False
         try:
             client = self._connect()
         except HandshakeRefused as error:
-            if error.code not in _QUIET_REFUSALS:
+            self._is_early = error.code == "no-session"
+            if not self._is_early:
                 self._complain(error)
             return None
         except ExpectedError as error:
