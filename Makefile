@@ -31,8 +31,8 @@ test-engines: setup ## e2e tests and long sweeps on every supported CPU engine
 	@.venv-0.27/bin/python -m pytest tests/e2e
 	@$(PYTEST) tests/e2e
 
-bench: setup ## measure, and write report/bench.json
-	@.venv/bin/millpond bench $(ARGS)
+bench: setup ## measure the daemon's lookups; writes report/bench.json
+	@$(PYTHON) scripts/bench.py
 
 clean: ## remove all that make made
 	rm -rf .venv .venv-0.27 build dist report .hypothesis .pytest_cache .ruff_cache
