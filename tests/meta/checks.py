@@ -95,7 +95,7 @@ def broad_excepts(where: str, text: str) -> Iterator[str]:
 
 
 def sleeps(where: str, text: str) -> Iterator[str]:
-    """Find ``time.sleep``: a test waits for an event, or polls up to a deadline."""
+    """Find ``time.sleep``: a test waits for an event, or with tests/waiting.py."""
     for node in ast.walk(ast.parse(text)):
         is_call = isinstance(node, ast.Attribute) and ast.unparse(node) == "time.sleep"
         is_import = (
