@@ -96,6 +96,15 @@ def test_src_imports_only_declared_dependencies() -> None:
     assert undeclared == []
 
 
+def test_every_declared_dependency_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["demo"]]
+    imported = {
+        name for _, text in checks.python_files("src") for name in checks.third_party_imports(text)
+    }
+    assert {_module_name(requirement) for requirement in declared} - imported == set()
+
+
 def test_undeclared_import_is_found() -> None:
     found = checks.third_party_imports("import os, yaml.x\ndef f():\n    from attrs import define")
     assert found - sys.stdlib_module_names == {"yaml", "attrs"}
