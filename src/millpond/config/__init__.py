@@ -1,6 +1,7 @@
 """Configuration of every process, from file, environment and flags."""
 
 from millpond.config.settings import (
+    CONFIG_VARIABLE,
     ConnectorConfig,
     PoolConfig,
     Settings,
@@ -13,6 +14,7 @@ from millpond.config.settings import (
 from millpond.config.values import format_size, parse_size
 
 __all__ = [
+    "CONFIG_VARIABLE",
     "ConnectorConfig",
     "PoolConfig",
     "Settings",

@@ -19,12 +19,12 @@ _UNITS: Final = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1024 
 def parse_size(value: object) -> int:
     """Return bytes for a number of bytes or a text such as ``"256MiB"``; else ``ValueError``."""
     if isinstance(value, int) and not isinstance(value, bool):
-        text = str(value)
+        written = str(value)
     elif isinstance(value, str):
-        text = value.strip()
+        written = value.strip()
     else:
         raise ValueError("not a size; write for example 256MiB")
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(written)
     if match is None or match[2] not in _UNITS:
         raise ValueError("not a size; write a number and B, KiB, MiB, GiB or TiB, as in 256MiB")
     size = float(match[1]) * _UNITS[match[2]]
@@ -43,7 +43,6 @@ def format_size(size_bytes: int) -> str:
 
 def pool_size(value: object) -> int:
     """Return the bytes of a pool, which has a least size."""
-
     size = parse_size(value)
     if size < POOL_BYTES_MIN:
         raise ValueError(f"too small; a pool has at least {format_size(POOL_BYTES_MIN)}")
@@ -52,7 +51,6 @@ def pool_size(value: object) -> int:
 
 def text(value: object) -> str:
     """Return a text that is not blank."""
-
     if not isinstance(value, str) or not value.strip():
         raise ValueError("not a text")
     return value
@@ -60,7 +58,6 @@ def text(value: object) -> str:
 
 def path(value: object) -> Path:
     """Return a path, with ``~`` expanded."""
-
     if isinstance(value, Path):
         return value
     return Path(text(value)).expanduser()
@@ -68,11 +65,10 @@ def path(value: object) -> Path:
 
 def name(value: object) -> str:
     """Return a replica's name."""
-
-    name = text(value)
-    if len(name) > NAME_LENGTH_MAX or not name.isprintable():
+    written = text(value)
+    if len(written) > NAME_LENGTH_MAX or not written.isprintable():
         raise ValueError(f"not a name; use at most {NAME_LENGTH_MAX} printable characters")
-    return name
+    return written
 
 
 _BOOLEANS: Final = {
@@ -83,7 +79,6 @@ _BOOLEANS: Final = {
 
 def boolean(value: object) -> bool:
     """Return a boolean; the words true, yes, on, 1 and their opposites stand for one."""
-
     word = str(value).lower() if isinstance(value, str | bool) else ""
     if word not in _BOOLEANS:
         raise ValueError("not a boolean; write true or false")

@@ -23,6 +23,9 @@ VOCAB_SIZE: Final = 2048
 END_OF_TEXT: Final = "<|endoftext|>"
 END_OF_TEXT_ID: Final = VOCAB_SIZE - 1
 MAX_POSITIONS: Final = 65_536
+HYBRID_ENGINE_ARGS: Final = ("--block-size", "256")
+"""Left alone, vLLM takes blocks of 128 for a hybrid this small while its caches have 256, and
+keeps no state at the end of a prompt that it sees for the first time."""
 
 _HIDDEN: Final = 256
 _INTERMEDIATE: Final = 1024

@@ -1,0 +1,159 @@
+"""``millpond demo``: two replicas, one pool, one moved request; needs no model."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal, cast
+
+import click
+from rich.table import Table
+
+from millpond.cli.context import Context, examples, json_option, pass_context
+from millpond.cli.exits import AnswerIsNo
+from millpond.cli.output import ProgressLine, print_json, stderr, stdout
+from millpond.cli.up import show_start
+from millpond.config import format_size
+from millpond.launch.demo import (
+    ENGINE_ARGS,
+    ENGINE_ENVIRON,
+    NUM_REPLICAS,
+    OTHER_STEPS_TOLERANCE,
+    SAME_STEPS_TOLERANCE,
+    Demo,
+    DemoOptions,
+    DemoRow,
+)
+from millpond.launch.report import demo_html
+from millpond.launch.resources import pick_device
+from millpond.launch.system import System, SystemOptions
+from millpond.launch.tiny import HYBRID_ENGINE_ARGS, make_hybrid
+
+_FULL: Final = ((4096, 8192, 16_384), 3)
+_QUICK: Final = ((4096, 8192), 1)
+_DEFAULT_POOL: Final = "256MiB"
+
+
+@click.command(
+    epilog=examples(
+        "millpond demo --quick",
+        "millpond demo --out report",
+        "millpond demo --json | jq .data.rows",
+    )
+)
+@click.option("--quick", is_flag=True, help="Shorter prompts, one round: about a minute.")
+@click.option("--pool", "size", metavar="SIZE", help=f"Memory shared.  [default: {_DEFAULT_POOL}]")
+@click.option("--device", metavar="DEVICE", help="auto, cpu or cuda.  [default: auto]")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the model and prompts.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("report"),
+    show_default=True,
+    metavar="DIR",
+    help="Where demo.json, demo.html and logs go.",
+)
+@json_option
+@pass_context
+def demo(
+    context: Context, *, quick: bool, as_json: bool, seed: int, out: Path, **flags: str | None
+) -> None:
+    """Show a request that moves between two real vLLM replicas, with the pool off and on.
+
+    Makes a small model on the spot, starts a pool and two replicas, asks the same prompts of
+    both, and compares times and outputs. Ends with 1 if an output differs or the moved
+    request was not served by the pool.
+    """
+    own = {"up.device": flags["device"], "up.model": "made on the spot"}
+    settings = context.settings({**own, "pool.size": flags["size"]})
+    if not settings.is_set("pool.size"):
+        settings = context.settings({**own, "pool.size": _DEFAULT_POOL})
+    config = settings.up()
+    lengths, num_rounds = _QUICK if quick else _FULL
+    device = cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ))
+    # A folder with a short path: that of a socket has a limit.
+    with tempfile.TemporaryDirectory(prefix="millpond-demo-") as folder, ProgressLine() as line:
+        line.show(f"making a model; logs are in {out / 'logs'}", stage="model")
+        options = SystemOptions(
+            model=str(make_hybrid(Path(folder, "model"), seed=seed).path),
+            num_replicas=NUM_REPLICAS,
+            device=device,
+            environ={**context.environ, **ENGINE_ENVIRON},
+            pool=replace(config.pool, socket=Path(folder, "pool.sock")),
+            engine_args=(*ENGINE_ARGS, *HYBRID_ENGINE_ARGS),
+            run_dir=out / "logs",
+            start_timeout_s=config.start_timeout_s,
+            stop_grace_s=config.stop_grace_s,
+        )
+        with System(options, on_progress=lambda states: show_start(line, states)) as system:
+            running = Demo(system, on_step=lambda step: line.show(step, stage=step))
+            with contextlib.closing(running):
+                rows = running.run(DemoOptions(lengths, num_rounds, seed))
+    _publish(context, rows, out, config.pool.size_bytes, as_json=as_json)
+
+
+def _publish(
+    context: Context, rows: Sequence[DemoRow], out: Path, pool_bytes: int, *, as_json: bool
+) -> None:
+    plain = [row.as_json() for row in rows]
+    data = {
+        "rows": plain,
+        "pool_bytes": pool_bytes,
+        "same_steps_tolerance": SAME_STEPS_TOLERANCE,
+        "other_steps_tolerance": OTHER_STEPS_TOLERANCE,
+    }
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    # The rows are also at the top: that is where readers of this file look for them.
+    document = context.envelope(data) | {"date": now, "rows": plain}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "demo.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (out / "demo.html").write_text(demo_html(rows, _facts(document, pool_bytes)), encoding="utf-8")
+    if as_json:
+        print_json(document)
+    else:
+        stdout.print(_table(rows))
+    stderr.print(f"wrote {out / 'demo.json'} and {out / 'demo.html'}", markup=False)
+    faults = [fault for row in rows for fault in row.faults()]
+    if faults:
+        raise AnswerIsNo("; ".join(faults))
+
+
+def _facts(document: dict[str, object], pool_bytes: int) -> list[tuple[str, str]]:
+    machine = cast("dict[str, object]", document["machine"])
+    gpus = ", ".join(cast("list[str]", machine["gpus"])) or "none"
+    memory = f"{cast('int', machine['memory_bytes']) / 2**30:.0f} GiB"
+    return [
+        ("Command", str(document["command"])),
+        ("Version", f"{document['version']}, commit {document['commit'] or 'unknown'}"),
+        ("Date", str(document["date"])),
+        ("Machine", f"{machine['cpu']}, {machine['cores']} cores, {memory}, GPU: {gpus}"),
+        ("Model", "a Qwen3.5-shaped hybrid of 11 million random weights, made on the spot"),
+        ("Pool", format_size(pool_bytes)),
+        ("Tolerance of log-probabilities, computed alike", str(SAME_STEPS_TOLERANCE)),
+        ("Tolerance of log-probabilities, computed and cached", str(OTHER_STEPS_TOLERANCE)),
+    ]
+
+
+def _table(rows: Sequence[DemoRow]) -> Table:
+    table = Table(title="Time to the first token, in seconds")
+    names = ("tokens", "A cold", "A again", "B, pool off", "B, pool on", "cold / on")
+    for name in (*names, "on / local", "loaded", "identical"):
+        table.add_column(name, justify="right")
+    table.add_column("written by")
+    for row in rows:
+        table.add_row(
+            f"{row.prompt_tokens:,}",
+            f"{row.cold_ttft_s:.3f}",
+            f"{row.local_ttft_s:.3f}",
+            f"{row.moved_off_ttft_s:.3f}",
+            f"{row.moved_on_ttft_s:.3f}",
+            f"{row.cold_ttft_s / row.moved_on_ttft_s:.1f} x",
+            f"{row.moved_on_ttft_s / row.local_ttft_s:.2f} x",
+            f"{row.loaded_bytes / 1e6:.1f} MB",
+            "yes" if row.identical else "NO",
+            ", ".join(f"{name}: {tokens:,}" for name, tokens in row.written_by.items()),
+        )
+    return table

@@ -1,0 +1,105 @@
+"""``millpond up``: a pool and its replicas in the foreground."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, cast
+
+import click
+from rich.table import Table
+
+from millpond.cli.context import Context, examples, pass_context, socket_option
+from millpond.cli.output import ProgressLine, stderr, stdout
+from millpond.config import CONFIG_VARIABLE, UpConfig
+from millpond.launch.resources import pick_device
+from millpond.launch.system import ProcessState, System, SystemOptions
+from millpond.model.errors import ExpectedError
+
+_WATCH_S: Final = 1.0
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": False},
+    epilog=examples(
+        "millpond up --model Qwen/Qwen3.5-27B --replicas 2 --pool 200GiB",
+        "millpond up --model ./my-model --replicas 4 --pool 64GiB --port 8000 --run-dir logs",
+        "millpond up --model ./my-model --pool 1GiB -- --max-model-len 32768 --dtype bfloat16",
+    ),
+)
+@click.option("--model", metavar="MODEL", help="What vLLM takes as --model.")
+@click.option("--replicas", metavar="N", help="Engines to start.  [default: 2]")
+@click.option("--pool", "size", metavar="SIZE", help="Memory shared by all, such as 200GiB.")
+@click.option("--extent", metavar="SIZE", help="Unit in which memory is given to a slot size.")
+@click.option("--device", metavar="DEVICE", help="auto, cpu or cuda.  [default: auto]")
+@click.option("--port", metavar="PORT", help="First port.  [default: any that are free]")
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Keep logs here.")
+@click.option("--start-timeout", metavar="S", help="Time to become ready.  [default: 600]")
+@click.option("--stop-grace", metavar="S", help="Time to stop before a kill.  [default: 10]")
+@socket_option
+@click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
+@pass_context
+def up(context: Context, engine_args: tuple[str, ...], **flags: object) -> None:
+    """Start a pool and replicas, and stop them all on Ctrl-C or when one ends.
+
+    Each replica gets its share of the GPUs (CUDA_VISIBLE_DEVICES), or of the cores where vLLM
+    for CPUs is installed. ENGINE_ARGS after -- go to every vLLM.
+    """
+    names = {"replicas": "up.replicas", "size": "pool.size", "extent": "pool.extent"}
+    names |= {"model": "up.model", "device": "up.device", "port": "up.port", "socket": "socket"}
+    names |= {"run_dir": "up.run_dir", "start_timeout": "up.start_timeout_s"}
+    names |= {"stop_grace": "up.stop_grace_s"}
+    settings = context.settings({names[flag]: value for flag, value in flags.items()})
+    options = _system_options(context, settings.up(), engine_args)
+    for key, source in settings.sources().items():
+        stderr.print(f"{key} from {source}", markup=False)
+    with ProgressLine() as progress:
+        system = System(options, on_progress=lambda states: show_start(progress, states))
+        with system:
+            progress.__exit__()
+            stdout.print(_table(system))
+            stderr.print("Ctrl-C stops everything.")
+            while (dead := system.wait_for_death(_WATCH_S)) is None:
+                continue
+            raise ExpectedError(f"stopping everything: {system.obituary(dead)}")
+
+
+def show_start(progress: ProgressLine, states: Sequence[ProcessState]) -> None:
+    """Show how far the start of a system is."""
+    parts = [
+        f"{state.name} {'ready' if state.is_ready else f'{state.seconds:.0f} s'}"
+        for state in states
+    ]
+    ready = [state.name for state in states if state.is_ready]
+    progress.show("starting: " + ", ".join(parts), stage=" ".join(ready))
+
+
+def _system_options(
+    context: Context, config: UpConfig, engine_args: Sequence[str]
+) -> SystemOptions:
+    environ = dict(context.environ)
+    if context.config_file is not None:
+        # Connectors read the file only where the environment names it.
+        environ[CONFIG_VARIABLE] = str(context.config_file.absolute())
+    return SystemOptions(
+        model=config.model,
+        num_replicas=config.num_replicas,
+        device=cast("Literal['cpu', 'cuda']", pick_device(config.device, environ)),
+        environ=environ,
+        pool=config.pool,
+        engine_args=engine_args,
+        port=config.port,
+        run_dir=config.run_dir,
+        start_timeout_s=config.start_timeout_s,
+        stop_grace_s=config.stop_grace_s,
+    )
+
+
+def _table(system: System) -> Table:
+    now = time.monotonic()
+    table = Table("process", "address", "log")
+    pool = system.pool_process
+    table.add_row("pool", str(system.socket), str(pool.spec.log_file))
+    for replica in system.replicas:
+        table.add_row(f"replica {replica.name}", replica.url, str(replica.process.spec.log_file))
+    table.caption = f"ready after {now - pool.started_at:.0f} s"
+    return table

@@ -1,0 +1,94 @@
+"""How one vLLM replica is started."""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from millpond.launch.process import GuardedProcess
+
+HEALTH_TIMEOUT_S: Final = 2.0
+_STUBS: Final = Path(__file__).parent / "stubs"
+_CONNECTOR: Final = {
+    "kv_connector": "MillpondConnector",
+    "kv_connector_module_path": "millpond.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine: its name in every statistic, where it listens, and its process."""
+
+    name: str
+    url: str
+    model: str
+    process: GuardedProcess
+
+    def is_healthy(self) -> bool:
+        """Return whether the engine serves requests; waits at most HEALTH_TIMEOUT_S."""
+        try:
+            answer = httpx.get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_S, trust_env=False)
+        except httpx.TransportError:
+            return False
+        return answer.is_success
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpec:
+    """What distinguishes one replica's command line from another's.
+
+    ``gpus`` and ``cores`` are the share of the machine: one of them is None. ``socket`` None
+    starts a plain engine without a pool.
+    """
+
+    name: str
+    model: str
+    port: int
+    engine_args: Sequence[str] = ()
+    gpus: tuple[str, ...] | None = None
+    cores: tuple[int, ...] | None = None
+    socket: Path | None = None
+    connector: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+def engine_argv(spec: ReplicaSpec) -> tuple[str, ...]:
+    """Return the command of a replica. What ``engine_args`` names is not set a second time."""
+    # Not `vllm serve`: with vllm-cpu it asks for a distribution named vllm, and ends.
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", spec.model, "--host", "127.0.0.1", "--port", str(spec.port)]
+    flags = {argument.partition("=")[0] for argument in spec.engine_args}
+    if not flags & {"--enable-prefix-caching", "--no-enable-prefix-caching"}:
+        argv.append("--enable-prefix-caching")  # off by default for hybrid models
+    if spec.cores is not None and not flags & {"--enforce-eager", "--no-enforce-eager"}:
+        argv.append("--enforce-eager")  # compiling takes a minute on a CPU and gains nothing
+    if spec.socket is not None:
+        extra = {"replica": spec.name, "socket": str(spec.socket), **spec.connector}
+        argv += ["--kv-transfer-config"]
+        argv += [json.dumps(_CONNECTOR | {"kv_connector_extra_config": extra})]
+    return (*argv, *spec.engine_args)
+
+
+def engine_environ(spec: ReplicaSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a replica: ``environ``, and what it leaves open."""
+    if spec.gpus is not None:
+        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)}
+    defaults = {
+        # The replica's cores are its CPU affinity; vLLM's own binding would look at all cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(len(spec.cores or ())),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    merged = {**defaults, **environ}
+    if importlib.util.find_spec("torchvision") is None:
+        merged["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (environ.get("PYTHONPATH"), str(_STUBS)))
+        )
+    return merged
