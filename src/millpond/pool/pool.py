@@ -215,6 +215,8 @@ class Pool:
         writers = tuple((replicas[number].name, count) for number, count in numbers.items())
         reader = record.replica
         reader.num_read_leases += 1
+        for part in record.index.parts:
+            reader.num_bytes_read += len(slots[part.number]) * part.table.slot_bytes
         for name, count in writers:
             reader.num_blocks_read += count
             by_writer = reader.num_blocks_read_by_writer

@@ -28,6 +28,7 @@ class Replica:
     num_write_leases: int = 0
     num_write_leases_aborted: int = 0
     num_blocks_read: int = 0
+    num_bytes_read: int = 0
     num_blocks_written: int = 0
     num_blocks_read_by_writer: dict[str, int] = field(default_factory=dict[str, int])
 

@@ -90,6 +90,7 @@ def _replicas(sessions: Sessions) -> dict[str, dict[str, int]]:
             "num_write_leases": replica.num_write_leases,
             "num_write_leases_aborted": replica.num_write_leases_aborted,
             "num_blocks_read": replica.num_blocks_read,
+            "num_bytes_read": replica.num_bytes_read,
             "num_blocks_written": replica.num_blocks_written,
         }
         for replica in sessions.replicas
