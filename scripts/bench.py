@@ -33,6 +33,7 @@ NUM_PREFIXES = 60
 NUM_WARM_UP = 200
 NUM_LOOKUPS = 3000
 START_TIMEOUT_S = 60.0
+DAEMON_LOG = Path("build/bench-pool.log")
 
 
 def main() -> int:
@@ -41,9 +42,12 @@ def main() -> int:
         socket_path = str(Path(folder) / "pool.sock")
         millpond = Path(sys.executable).with_name("millpond")
         size = f"{POOL_BYTES // MIB}MiB"
-        daemon = subprocess.Popen(
-            [millpond, "pool", "--size", size, "--socket", socket_path], stdout=subprocess.DEVNULL
-        )
+        with DAEMON_LOG.open("w", encoding="utf-8") as log:
+            daemon = subprocess.Popen(
+                [millpond, "pool", "--size", size, "--socket", socket_path],
+                stdout=log,
+                stderr=log,
+            )
         try:
             wait_until_ready(daemon, socket_path)
             data = measure(socket_path)
@@ -62,7 +66,7 @@ def wait_until_ready(daemon: subprocess.Popen[bytes], socket_path: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if daemon.poll() is not None:
-            raise RuntimeError(f"the pool ended with status {daemon.returncode}")
+            raise RuntimeError(f"the pool ended with {daemon.returncode}: see {DAEMON_LOG}")
         try:
             AdminClient.connect(socket_path).close()
         except DaemonGone:
