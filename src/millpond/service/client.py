@@ -18,6 +18,8 @@ from millpond.model.names import Outcome
 from millpond.model.namespace import Namespace
 from millpond.service.connection import Connection, Greeting
 from millpond.service.protocol import (
+    Blocks,
+    BlocksReply,
     Check,
     Done,
     Finish,
@@ -237,6 +239,11 @@ class AdminClient(_Client):
         """Return (replica, report) of the latest finished requests, oldest first."""
         request = Requests(id=self._connection.next_id(), last=num_requests)
         return self._connection.call(request, RequestsReply, self._timeout_s).reports
+
+    def blocks(self, num_max: int) -> tuple[dict[str, object], ...]:
+        """Return where at most ``num_max`` blocks of the pool lie, parents before children."""
+        request = Blocks(id=self._connection.next_id(), num_max=num_max)
+        return self._connection.call(request, BlocksReply, self._timeout_s).blocks
 
     def check(self) -> None:
         """Check the pool's invariants; raises ``InvariantBroken``, and the daemon ends then."""

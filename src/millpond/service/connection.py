@@ -1,5 +1,6 @@
 """A client's end of the socket: one blocking connection with a deadline on every call."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -86,9 +87,13 @@ class Connection:
         with self._lock:
             try:
                 self._socket.settimeout(timeout_s)
-                fds = [] if pidfd is None else [pidfd]
-                num_sent = socket.send_fds(self._socket, [data], fds)
-                self._socket.sendall(data[num_sent:])
+                # A daemon that refuses us before it has read all hangs up on our sending, but
+                # its reason is there to be read.
+                with contextlib.suppress(BrokenPipeError):
+                    fds = [] if pidfd is None else [pidfd]
+                    num_sent = socket.send_fds(self._socket, [data], fds)
+                    if num_sent < len(data):
+                        self._socket.sendall(data[num_sent:])
                 encoded, arena_fd = self._receive_greeting(deadline)
             except (OSError, FrameError) as error:
                 raise self._broken(error) from error
@@ -189,12 +194,14 @@ class Connection:
             raise HandshakeRefused("invalid", "uid", message)
 
     def _receive(self, deadline: float) -> bytes:
-        """Return the next frame; there is never more than one on its way."""
+        """Return the next frame; there must never be more than one on its way."""
         while True:
             data = self._socket.recv(_RECEIVE_BYTES)
             if not data:
                 raise ConnectionResetError("the daemon closed it")
             frames = self._decoder.feed(data)
+            if len(frames) > 1 or (frames and self._decoder.buffered_bytes):
+                raise FrameError("more replies than requests")
             if frames:
                 return frames[0]
             self._socket.settimeout(_remaining(deadline))

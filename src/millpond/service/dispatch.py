@@ -9,6 +9,8 @@ from millpond.pool.pool import Pool
 from millpond.service.framing import FrameError
 from millpond.service.peer import Peer
 from millpond.service.protocol import (
+    Blocks,
+    BlocksReply,
     Check,
     Done,
     Failed,
@@ -164,7 +166,7 @@ class Dispatch:
             except LeaseUnknown:  # expired meanwhile
                 self.num_unknown_leases += 1
 
-    def _operate(self, peer: Peer, request: Switch | Flush | Requests | Check) -> Reply:
+    def _operate(self, peer: Peer, request: Switch | Flush | Requests | Blocks | Check) -> Reply:
         """Do what only an operator may ask for."""
         if peer.hello is None or peer.hello.role != "admin":
             message = f"{type(request).__name__} is for admins"
@@ -181,6 +183,9 @@ class Dispatch:
                     else self._reports.latest(request.last)
                 )
                 return RequestsReply(id=request.id, reports=found)
+            case Blocks():
+                blocks = self._pool.blocks(request.num_max)
+                return BlocksReply(id=request.id, blocks=tuple(blocks))
             case Check():
                 try:
                     self._pool.check_invariants()
@@ -191,8 +196,7 @@ class Dispatch:
 
 def _check_reply_fits(session: Session, request: Pin | Reserve) -> None:
     """Refuse before anything is leased what no frame could carry."""
-    namespace = session.hello.namespace
-    num_parts = 1 if namespace is None else len(namespace.parts)
+    num_parts = len(session.namespace.parts)
     num_blocks = len(request.keys) // max(1, request.key_bytes) - request.first_block
     num_bytes = num_blocks * num_parts * _OFFSET_BYTES_MAX
     if num_bytes > FRAME_BYTES_MAX - _REPLY_SLACK_BYTES:

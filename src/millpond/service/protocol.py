@@ -34,7 +34,8 @@ class Hello(_Frame, frozen=True, forbid_unknown_fields=True, tag="hello", kw_onl
     ``role`` is ``scheduler`` (looks up, reserves, pins), ``worker`` (copies, finishes) or
     ``admin`` (status and switches; no namespace, no pidfd, no arena). A scheduler opens a
     session under ``session_key``; workers of the same ``session_key`` join it, one a rank.
-    ``namespace`` is given by schedulers alone: a worker takes part in its session's.
+    A worker takes part in its session's namespace and need not name it; if it does, it must
+    be the same.
     ``drained`` (workers): earlier sessions of this process in which it has no copy in flight.
     """
 
@@ -141,6 +142,13 @@ class Requests(_Frame, frozen=True, forbid_unknown_fields=True, tag="requests", 
     last: int = 0
 
 
+class Blocks(_Frame, frozen=True, forbid_unknown_fields=True, tag="blocks", kw_only=True):
+    """Ask where at most ``num_max`` (to BLOCKS_SHOWN_MAX) blocks lie. Reply: ``BlocksReply``."""
+
+    id: int
+    num_max: int
+
+
 class Check(_Frame, frozen=True, forbid_unknown_fields=True, tag="check", kw_only=True):
     """Ask for ``check_invariants()``. Reply: ``Done`` or ``Failed`` with code ``broken``."""
 
@@ -218,6 +226,15 @@ class StatusReply(
     statistics: dict[str, object]
 
 
+class BlocksReply(
+    _Frame, frozen=True, forbid_unknown_fields=True, tag="blocks-reply", kw_only=True
+):
+    """Each block as a map, after the block before it in its prefix: see docs/PROTOCOL.md."""
+
+    id: int
+    blocks: tuple[dict[str, object], ...]
+
+
 class RequestsReply(
     _Frame, frozen=True, forbid_unknown_fields=True, tag="requests-reply", kw_only=True
 ):
@@ -228,6 +245,8 @@ class RequestsReply(
 
 
 class Done(_Frame, frozen=True, forbid_unknown_fields=True, tag="done", kw_only=True):
+    """The request was served and has no result."""
+
     id: int
 
 
@@ -240,7 +259,18 @@ class Failed(_Frame, frozen=True, forbid_unknown_fields=True, tag="failed", kw_o
 
 
 Request = (
-    Hello | Lookup | Pin | Reserve | Finish | Report | Status | Switch | Flush | Requests | Check
+    Hello
+    | Lookup
+    | Pin
+    | Reserve
+    | Finish
+    | Report
+    | Status
+    | Switch
+    | Flush
+    | Requests
+    | Blocks
+    | Check
 )
 Reply = (
     Welcome
@@ -250,6 +280,7 @@ Reply = (
     | Reserved
     | StatusReply
     | RequestsReply
+    | BlocksReply
     | Done
     | Failed
 )

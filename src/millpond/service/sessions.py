@@ -33,11 +33,15 @@ _DRAINED_MAX: Final = 1024
 class Session:
     """One incarnation of an engine while all its connections last."""
 
-    def __init__(self, number: int, namespace_id: int, hello: Hello, scheduler: Peer) -> None:
+    def __init__(
+        self, number: int, namespace_id: int, namespace: Namespace, hello: Hello, scheduler: Peer
+    ) -> None:
         self.number = number
         """The pool's id of it."""
         self.namespace_id = namespace_id
+        self.namespace = namespace
         self.hello = hello
+        """What the scheduler said."""
         self.scheduler = scheduler
         self.workers: dict[int, Peer] = {}
 
@@ -110,7 +114,7 @@ class Sessions:
         except HandshakeRefused:
             process.close()
             raise
-        session = Session(number, namespace_id, hello, peer)
+        session = Session(number, namespace_id, namespace, hello, peer)
         self._by_number[number] = session
         self._enter(session, peer, process)
         return session
@@ -166,14 +170,12 @@ class Sessions:
 
     def differences(self, session: Session) -> dict[str, tuple[FieldDifference, ...]]:
         """Return where replicas of the same model differ from ``session`` so as not to share."""
-        mine = session.hello.namespace
         found: dict[str, tuple[FieldDifference, ...]] = {}
         for other in self:
-            theirs = other.hello.namespace
-            if mine is None or theirs is None or theirs.model != mine.model:
-                continue
-            if other.namespace_id != session.namespace_id and len(found) < _DIFFERENCES_MAX:
-                found[other.hello.replica] = mine.differences(theirs)
+            is_related = other.namespace.model == session.namespace.model
+            shares = other.namespace_id == session.namespace_id
+            if is_related and not shares and len(found) < _DIFFERENCES_MAX:
+                found[other.hello.replica] = session.namespace.differences(other.namespace)
         return found
 
     def _joinable(self, hello: Hello) -> Session:
@@ -186,6 +188,11 @@ class Sessions:
             mine, theirs = getattr(session.hello, field), getattr(hello, field)
             if mine != theirs:
                 raise _invalid(field, f"{theirs!r}, but the scheduler said {mine!r}")
+        if hello.namespace is not None and hello.namespace != session.namespace:
+            different = session.namespace.differences(hello.namespace)[0]
+            raise _invalid(
+                different.field, f"{different.theirs}, but the scheduler said {different.mine}"
+            )
         if hello.rank in session.workers:
             holder = session.workers[hello.rank].credentials.pid
             raise HandshakeRefused("taken", "rank", f"rank {hello.rank} is process {holder}")

@@ -1,0 +1,30 @@
+"""A daemon and clients for each test; none outlives it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.faults.world import ClientProcess, Daemon, short_folder
+
+
+@pytest.fixture
+def socket_path() -> Iterator[str]:
+    """A place for a socket."""
+    with short_folder() as folder:
+        yield str(Path(folder) / "pool.sock")
+
+
+@pytest.fixture
+def daemon(socket_path: str) -> Iterator[Daemon]:
+    """A daemon that accepts clients."""
+    with Daemon(socket_path) as started:
+        yield started.wait_ready()
+
+
+@pytest.fixture
+def client(socket_path: str) -> Iterator[Callable[[], ClientProcess]]:
+    """A maker of client processes."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(ClientProcess(socket_path))

@@ -1,0 +1,217 @@
+"""What fault tests are made of: daemons and clients as processes, and bounded waiting."""
+
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from millpond.model.limits import MIB
+from millpond.model.names import Coverage
+from millpond.model.namespace import Namespace, PartSpec
+from millpond.service.client import AdminClient, ReplicaIdentity
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY_BYTES = 32
+SLOT_BYTES = 64 * 1024
+SIZE_BYTES = 16 * MIB
+NUM_SLOTS = SIZE_BYTES // SLOT_BYTES
+WAIT_S = 10.0
+
+
+def namespace(**changes: object) -> Namespace:
+    """Return a namespace with one part a block; ``changes`` are fields that differ."""
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "revision": "",
+        "weights": "w",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
+        "quantization": "",
+        "block_tokens": 256,
+        "engine_block_tokens": 16,
+        "tensor_parallel_size": 1,
+        "attention_backend": "cpu",
+        "layout": "l",
+        "hash_algorithm": "sha256",
+        "hash_seed": "00",
+        "engine": "vllm",
+        "engine_version": "0.32",
+        "parts": (PartSpec("pages", Coverage.EVERY, SLOT_BYTES),),
+    }
+    return Namespace(**(fields | changes))
+
+
+def identity(replica: str, session_key: str, num_ranks: int = 1, **changes: object):  # noqa: ANN201
+    """Return who a test's engine is."""
+    return ReplicaIdentity(
+        replica=replica,
+        session_key=session_key,
+        num_ranks=num_ranks,
+        namespace=namespace(**changes),
+    )
+
+
+def keys(prefix: str, num_blocks: int) -> bytes:
+    """Return the keys of ``num_blocks`` blocks of a prefix."""
+    return b"".join(
+        hashlib.sha256(f"{prefix}/{block}".encode()).digest() for block in range(num_blocks)
+    )
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Wait until ``condition`` holds, asking often, and fail by name if it does not."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        pause.wait(0.01)
+
+
+class Child:
+    """A process of a test that speaks JSON lines; killed at the end whatever happens."""
+
+    def __init__(self, module: str, argument: str) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe nobody reads fills up
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, argument],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=WAIT_S)
+        self._errors.close()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def line(self, timeout_s: float = WAIT_S) -> dict[str, Any]:
+        """Return the next line that the process writes."""
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"process {self.pid} says nothing"
+            data = os.read(fd, 65536)
+            assert data, f"process {self.pid} has ended: {self.errors()}"
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """Kill -9, and wait until the process is gone."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; a stop is waited for."""
+        self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            stat = Path(f"/proc/{self.pid}/stat")
+            eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
+
+    def exit_code(self) -> int:
+        """Return how the process ended; waits for it."""
+        return self.process.wait(WAIT_S)
+
+    def errors(self) -> str:
+        """Return what the process has logged."""
+        return os.pread(self._errors.fileno(), 1 << 20, 0).decode()
+
+
+class Daemon(Child):
+    """A pool daemon in a process of its own."""
+
+    def __init__(self, socket_path: str, *, size_bytes: int = SIZE_BYTES, **faults: object) -> None:
+        self.socket_path = socket_path
+        options = {"socket_path": socket_path, "size_bytes": size_bytes, **faults}
+        super().__init__("tests.faults.daemon_main", json.dumps(options))
+
+    def wait_ready(self) -> Self:
+        """Wait until clients may connect."""
+        line = self.line()
+        assert line["event"] == "ready", line
+        return self
+
+    def admin(self) -> AdminClient:
+        """Return a new operator's connection."""
+        return AdminClient.connect(self.socket_path)
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's statistics."""
+        with self.admin() as admin:
+            return admin.status()
+
+    def num_slots(self, state: str) -> int:
+        """Return how many slots of the tests' size are in ``state``."""
+        sizes = self.status()["pool"]["slot_sizes"]
+        return sum(size["num_slots"][state] for size in sizes)
+
+    def check(self) -> None:
+        """Check the pool's invariants."""
+        with self.admin() as admin:
+            admin.check()
+
+
+class ClientProcess(Child):
+    """An engine's scheduler and worker in a process that can be killed."""
+
+    def __init__(self, socket_path: str) -> None:
+        super().__init__("tests.faults.client_main", socket_path)
+
+    def tell(self, do: str, **arguments: object) -> None:
+        """Give a command and don't wait for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def ask(self, do: str, **arguments: object) -> Any:  # noqa: ANN401
+        """Give a command and return what it returned."""
+        answer = self.attempt(do, **arguments)
+        assert "ok" in answer, answer
+        return answer["ok"]
+
+    def attempt(self, do: str, **arguments: object) -> dict[str, Any]:
+        """Give a command and return the whole answer, errors too."""
+        self.tell(do, **arguments)
+        return self.line()
+
+    def engine(self, replica: str, session_key: str = "", **arguments: object) -> int:
+        """Open a session and join it; return its number."""
+        session_key = session_key or f"{replica}-{self.pid}"
+        self.ask("open", replica=replica, session_key=session_key)
+        return self.ask("join", replica=replica, session_key=session_key, **arguments)
+
+    def store(self, prefix: str, num_blocks: int) -> None:
+        """Write and commit a prefix; returns when it can be found."""
+        lease = self.ask("reserve", prefix=prefix, num_blocks=num_blocks)["lease"]
+        self.ask("finish", lease=lease)
+        eventually(
+            lambda: self.ask("lookup", prefix=prefix, num_blocks=num_blocks) == [num_blocks, "hit"],
+            f"prefix {prefix} committed",
+        )
+
+
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder whose name leaves room for a socket's."""
+    return tempfile.TemporaryDirectory(prefix="mp-")
