@@ -145,8 +145,8 @@ class Demo:
         return rows
 
     def _warm_up(self, chance: random.Random) -> None:
-        """Have both replicas do everything once: first requests take 10 to 30 s."""
-        self._on_step("warming up: the first request of each replica is slow")
+        """Have both replicas do everything once: their first requests are slow."""
+        self._on_step("warming up")
         self._round(_prompt(chance, _WARM_UP_TOKENS), "warm-up")
 
     def _round(self, prompt: Sequence[int], name: str) -> _Round:

@@ -39,13 +39,20 @@ class EngineClient:
         self._http.close()
 
     def complete(
-        self, prompt_ids: Sequence[int], *, num_tokens: int, request_id: str
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_tokens: int,
+        request_id: str,
+        skip_pool: bool = False,
     ) -> Completion:
         """Return the greedy continuation of ``prompt_ids`` by exactly ``num_tokens`` tokens.
 
+        ``skip_pool`` asks the connector to leave the pool alone for this request.
+
         Raises ``httpx.HTTPError``, and ``ValueError`` for an answer without tokens.
         """
-        body = {
+        body: dict[str, object] = {
             "model": self._model,
             "prompt": list(prompt_ids),
             "max_tokens": num_tokens,
@@ -55,6 +62,8 @@ class EngineClient:
             "logprobs": 0,
             "return_tokens_as_token_ids": True,
         }
+        if skip_pool:
+            body["kv_transfer_params"] = {"millpond": "off"}
         collected = _Collector()
         started_at = time.perf_counter()
         with self._http.stream(

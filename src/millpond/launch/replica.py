@@ -85,6 +85,9 @@ def engine_environ(spec: ReplicaSpec, environ: Mapping[str, str]) -> dict[str, s
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(spec.cores or ())),
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Eager all through: else the first request that asks for log-probabilities compiles a
+        # helper with a C++ compiler, which takes 10 to 30 s or is not installed.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     merged = {**defaults, **environ}
     if importlib.util.find_spec("torchvision") is None:
