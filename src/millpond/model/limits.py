@@ -33,6 +33,9 @@ LEASES_PER_SESSION_MAX: Final = 65_536
 REPORTS_KEPT_MAX: Final = 16_384
 """Request reports the daemon remembers; the oldest is dropped first."""
 
+BLOCKS_SHOWN_MAX: Final = 4096
+"""Blocks that one answer describes; with eight parts each they fill a frame."""
+
 BLOCK_TOKENS_MIN: Final = 256
 """A Millpond block is the smallest multiple of the engine's block with this many tokens."""
 SLOT_ALIGNMENT_BYTES: Final = 4 * KIB

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from millpond.model.errors import HandshakeRefused, LeaseUnknown
 from millpond.model.leases import LookupResult, ReadLease, WriteLease
 from millpond.model.limits import (
+    BLOCKS_SHOWN_MAX,
     KEY_BYTES,
     KEYS_PER_REQUEST_MAX,
     LEASES_PER_SESSION_MAX,
@@ -37,6 +38,7 @@ from millpond.model.names import Outcome, SlotRef, SlotState
 from millpond.model.namespace import Namespace, aligned_slot_bytes
 from millpond.pool.allocator import RESERVED, STATES, Allocator, default_extent_bytes
 from millpond.pool.index import Index, Part
+from millpond.pool.inspection import describe_blocks
 from millpond.pool.invariants import check_invariants
 from millpond.pool.policies.base import PolicyFactory
 from millpond.pool.policies.lru import LruPolicy
@@ -385,6 +387,15 @@ class Pool:
         """Return counts and sizes as plain dicts, lists, strings and numbers (msgpack-able)."""
         statistics = pool_statistics(self._store, self._sessions, self._counts)
         return {"enabled": self._enabled, **statistics}
+
+    def blocks(self, num_max: int) -> list[dict[str, object]]:
+        """Return where at most ``num_max`` blocks lie, as plain values; not for hot paths.
+
+        ``ValueError`` for more than BLOCKS_SHOWN_MAX.
+        """
+        if not 0 < num_max <= BLOCKS_SHOWN_MAX:
+            raise ValueError(f"num_max is {num_max}, must be 1 to {BLOCKS_SHOWN_MAX}")
+        return describe_blocks(self._store, self._sessions, num_max)
 
     def check_invariants(self) -> None:
         """Raise ``InvariantBroken`` naming what is wrong; walks everything, not for hot paths."""
