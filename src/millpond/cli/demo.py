@@ -45,6 +45,13 @@ _DEFAULT_POOL: Final = "256MiB"
     )
 )
 @click.option("--quick", is_flag=True, help="Shorter prompts, one round: about a minute.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(512, 19_000),
+    multiple=True,
+    metavar="N",
+    help="A prompt length; may be repeated.  [default: 4096, 8192, 16384]",
+)
 @click.option("--pool", "size", metavar="SIZE", help=f"Memory shared.  [default: {_DEFAULT_POOL}]")
 @click.option("--device", metavar="DEVICE", help="auto, cpu or cuda.  [default: auto]")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the model and prompts.")
@@ -59,7 +66,7 @@ _DEFAULT_POOL: Final = "256MiB"
 @json_option
 @pass_context
 def demo(
-    context: Context, *, quick: bool, as_json: bool, seed: int, out: Path, **flags: str | None
+    context: Context, *, tokens: tuple[int, ...], as_json: bool, out: Path, **flags: object
 ) -> None:
     """Show a request that moves between two real vLLM replicas, with the pool off and on.
 
@@ -72,13 +79,14 @@ def demo(
     if not settings.is_set("pool.size"):
         settings = context.settings({**own, "pool.size": _DEFAULT_POOL})
     config = settings.up()
-    lengths, num_rounds = _QUICK if quick else _FULL
+    lengths, num_rounds = _QUICK if flags["quick"] else _FULL
+    asked = DemoOptions(tokens or lengths, num_rounds, cast("int", flags["seed"]))
     device = cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ))
     # A folder with a short path: that of a socket has a limit.
     with tempfile.TemporaryDirectory(prefix="millpond-demo-") as folder, ProgressLine() as line:
         line.show(f"making a model; logs are in {out / 'logs'}", stage="model")
         options = SystemOptions(
-            model=str(make_hybrid(Path(folder, "model"), seed=seed).path),
+            model=str(make_hybrid(Path(folder, "model"), seed=asked.seed).path),
             num_replicas=NUM_REPLICAS,
             device=device,
             environ={**context.environ, **ENGINE_ENVIRON},
@@ -91,13 +99,14 @@ def demo(
         with System(options, on_progress=lambda states: show_start(line, states)) as system:
             running = Demo(system, on_step=lambda step: line.show(step, stage=step))
             with contextlib.closing(running):
-                rows = running.run(DemoOptions(lengths, num_rounds, seed))
-    _publish(context, rows, out, config.pool.size_bytes, as_json=as_json)
+                rows = running.run(asked)
+    publish(context, rows, out, config.pool.size_bytes, as_json=as_json)
 
 
-def _publish(
+def publish(
     context: Context, rows: Sequence[DemoRow], out: Path, pool_bytes: int, *, as_json: bool
 ) -> None:
+    """Write both reports, print the result, and raise ``AnswerIsNo`` if a row has faults."""
     plain = [row.as_json() for row in rows]
     data = {
         "rows": plain,

@@ -31,7 +31,7 @@ _TAIL_LINES: Final = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemOptions:
-    """What to start.
+    """What to start: a pool and ``num_replicas`` engines, or one of the two alone.
 
     ``pool`` None starts engines without one. ``engine_args`` go to every replica, before what
     ``replica_args`` holds under its name. ``environ`` is the environment of all processes.
@@ -278,6 +278,8 @@ def _stop(processes: Sequence[GuardedProcess]) -> None:
 
 def _replica_specs(options: SystemOptions) -> list[ReplicaSpec]:
     num_replicas = options.num_replicas
+    if num_replicas == 0:
+        return []
     names = [_replica_name(i) for i in range(num_replicas)]
     ports = pick_ports(num_replicas, options.port)
     if options.device == "cuda":

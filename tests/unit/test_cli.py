@@ -1,0 +1,233 @@
+"""The command line by itself: help, usage errors, exit codes, the envelope."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from millpond import __version__
+from millpond.cli import app, run
+from millpond.cli.context import Context
+from millpond.cli.demo import publish
+from millpond.cli.envelope import envelope
+from millpond.cli.exits import AnswerIsNo, Exit, Terminated, exit_of
+from millpond.cli.inspection import status_tables
+from millpond.cli.output import stdout
+from millpond.launch.demo import DemoRow
+from millpond.model.errors import (
+    ArenaTooLarge,
+    ConfigError,
+    DaemonGone,
+    InvariantBroken,
+    SocketUnusable,
+)
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*path, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+
+
+ALL_COMMANDS = [(), *commands(app.cli)]
+
+
+@pytest.mark.parametrize("path", ALL_COMMANDS, ids=" ".join)
+def test_each_command_has_help_with_examples(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*path, "--help"], {}) == Exit.OK
+    text = capsys.readouterr().out
+    assert "Examples:" in text
+    assert f"millpond {' '.join(path)}".strip() in text
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"], {}) == Exit.OK
+    assert capsys.readouterr().out == f"millpond {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        (["nonsense"], {}, ["nonsense"]),
+        (["status", "--nonsense"], {}, ["--nonsense"]),
+        (["pool", "--size", "big"], {}, ["pool.size", "'big'", "command line", "256MiB"]),
+        (["pool"], {}, ["pool.size", "--size"]),
+        (["pool", "--size", "16MiB", "on"], {}, ["millpond pool on"]),
+        (["pool"], {"MILLPOND_POOL_SIZE": "1"}, ["pool.size", "MILLPOND_POOL_SIZE"]),
+        (["status"], {"MILLPOND_SOKCET": "x"}, ["MILLPOND_SOKCET"]),
+        (["up", "--model", "m"], {}, ["pool.size", "--pool"]),
+        (["up", "--pool", "1GiB"], {}, ["up.model", "--model"]),
+        (["up", "--model", "m", "--pool", "1GiB", "--replicas", "0"], {}, ["up.replicas", "'0'"]),
+        (["requests", "--last", "0"], {}, ["--last"]),
+        (["demo", "--tokens", "3"], {}, ["--tokens"]),
+        (["--config", "/no/such.toml", "status"], {}, ["/no/such.toml"]),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_names_what_is_wrong(
+    argv: list[str],
+    environ: dict[str, str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(argv, environ) == Exit.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for word in words:
+        assert word in captured.err
+
+
+def test_a_file_in_the_folder_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "millpond.toml").write_text("[pool]\nsize = 'big'\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(["pool"], {}) == Exit.USAGE
+    assert "millpond.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["status"], ["requests"], ["check"], ["pool", "on"], ["pool", "off"], ["pool", "flush"]],
+)
+def test_without_a_daemon_commands_end_with_4_and_name_the_socket(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "none.sock")
+    assert run([*argv, "--socket", path], {}) == Exit.AWAY
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert path in captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (AnswerIsNo("x"), Exit.NO),
+        (ConfigError("x"), Exit.USAGE),
+        (SocketUnusable("x"), Exit.SETUP),
+        (ArenaTooLarge("x", wanted_bytes=2, available_bytes=1), Exit.SETUP),
+        (DaemonGone("x"), Exit.AWAY),
+        (InvariantBroken("x"), Exit.BROKEN),
+        (KeyError("x"), Exit.BUG),
+        (KeyboardInterrupt(), Exit.INTERRUPTED),
+        (Terminated(), Exit.TERMINATED),
+    ],
+)
+def test_each_kind_of_error_has_its_code(error: BaseException, code: Exit) -> None:
+    assert exit_of(error) is code
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (DaemonGone("it is away"), "millpond: it is away"),
+        (KeyError("oops"), "this is a bug"),
+        (KeyboardInterrupt(), "stopped"),
+    ],
+)
+def test_an_error_of_a_command_is_printed_and_becomes_the_code(
+    error: BaseException,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(app.cli, "main", fail)
+    assert run(["status"], {}) == exit_of(error)
+    assert shown in capsys.readouterr().err
+
+
+def test_the_envelope_says_what_ran_where() -> None:
+    document = envelope(["millpond", "status"], {"x": 1})
+    assert set(document) == {"version", "command", "machine", "commit", "data"}
+    assert document["command"] == "millpond status"
+    assert document["data"] == {"x": 1}
+    machine = document["machine"]
+    assert isinstance(machine, dict)
+    assert {"cpu", "cores", "memory_bytes", "gpus"} <= set(machine)
+    json.dumps(document)
+
+
+def row(**changes: object) -> DemoRow:
+    fields: dict[str, object] = {
+        "prompt_tokens": 4096,
+        "cold_ttft_s": 2.0,
+        "local_ttft_s": 0.1,
+        "moved_off_ttft_s": 2.1,
+        "moved_on_ttft_s": 0.12,
+        "loaded_bytes": 8_000_000,
+        "identical": True,
+        "loaded_tokens": 3840,
+        "written_by": {"a": 3840},
+        "same_steps_logprob_difference": 0.0,
+        "other_steps_logprob_difference": 0.0,
+        "num_rounds": 1,
+    }
+    return DemoRow(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def context() -> Context:
+    return Context(environ={}, argv=("demo",))
+
+
+def test_the_demo_writes_its_rows_where_readers_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(context(), [row()], tmp_path, 2**28, as_json=True)
+    document = json.loads((tmp_path / "demo.json").read_text())
+    assert document == json.loads(capsys.readouterr().out)
+    assert document["rows"] == document["data"]["rows"]
+    assert document["rows"][0]["moved_on_ttft_s"] == 0.12
+    page = (tmp_path / "demo.html").read_text()
+    assert "17 times" in page
+    for outside in ("http://", "https://", "<script", "<link", "src="):
+        assert outside not in page, "the page has to stand alone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"identical": False}, "differ"), ({"loaded_tokens": 0}, "not served by the pool")],
+)
+def test_the_demo_says_no_after_writing_everything(
+    changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AnswerIsNo, match=words):
+        publish(context(), [row(), row(**changes)], tmp_path, 2**28, as_json=False)
+    assert words in (tmp_path / "demo.html").read_text()
+    assert len(json.loads((tmp_path / "demo.json").read_text())["rows"]) == 2
+
+
+def test_status_is_shown_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    statistics = {
+        "service": {"uptime_s": 61.0},
+        "pool": {
+            "enabled": False,
+            "bytes": {"free": 2**20, "unassigned": 2**22},
+            "num_slots": {"free": 3},
+            "num_blocks": 1234,
+            "num_evictions": 5,
+            "num_leases": 0,
+        },
+        "tokens": {
+            "b": {
+                "num_requests": 2,
+                "prompt_tokens": 600,
+                "computed_tokens": 100,
+                "local_tokens": 0,
+                "loaded_tokens": 500,
+                "loaded_tokens_by_writer": {"a": 500},
+            }
+        },
+    }
+    for table in status_tables(statistics):
+        stdout.print(table)
+    text = capsys.readouterr().out
+    for expected in ("Pool is off", "1,234 blocks", "a: 500", "unassigned"):
+        assert expected in text
