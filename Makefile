@@ -32,8 +32,8 @@ test-engines: setup ## e2e tests and long sweeps on every supported CPU engine
 	@$(PYTEST) tests/e2e
 
 bench: setup ## measure the daemon's lookups; writes report/bench.json
-	@$(PYTHON) scripts/bench.py
+	@$(PYTHON) scripts/bench.py $(ARGS)
 
 clean: ## remove all that make made
 	rm -rf .venv .venv-0.27 build dist report .hypothesis .pytest_cache .ruff_cache
-	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +
+	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
