@@ -5,11 +5,12 @@ import random
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -116,18 +117,25 @@ class Replicas:
 
 
 @contextmanager
-def started(model: str, socket: Path, **options: Any) -> Iterator[Replicas]:
+def started(
+    model: str,
+    socket: Path,
+    *,
+    engine_args: Sequence[str],
+    connector: Mapping[str, object] = MappingProxyType({}),
+) -> Iterator[Replicas]:
     """Start a pool and two replicas of ``model``, warm, and stop them."""
-    pool = PoolConfig(socket=socket, size_bytes=64 * 2**20, extent_bytes=None)
-    chosen: dict[str, Any] = {
-        "model": model,
-        "num_replicas": 2,
-        "device": "cpu",
-        "environ": {**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
-        "pool": pool,
-        "start_timeout_s": 240.0,
-    }
-    with System(SystemOptions(**(chosen | options))) as system:
+    options = SystemOptions(
+        model=model,
+        num_replicas=2,
+        device="cpu",
+        environ={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
+        pool=PoolConfig(socket=socket, size_bytes=64 * 2**20, extent_bytes=None),
+        engine_args=engine_args,
+        connector=connector,
+        start_timeout_s=240.0,
+    )
+    with System(options) as system:
         replicas = Replicas(system)
         replicas.joined("a", "b")
         with ThreadPoolExecutor() as threads:

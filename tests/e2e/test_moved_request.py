@@ -144,7 +144,7 @@ def test_a_full_pool_skips_and_evicts_without_an_error(replicas: Replicas) -> No
     replicas.settle()
     pool = replicas.pool()
     assert pool["num_evictions"] > 0
-    moved, name = replicas.ask("b", ids, num_tokens=1)
+    _, name = replicas.ask("b", ids, num_tokens=1)
     assert replicas.report(name).loaded_tokens == 14 * BLOCK
     replicas.settle()
 
@@ -156,9 +156,13 @@ def arena_of(replicas: Replicas) -> Iterator[memoryview]:
         pid = admin.status()["service"]["pid"]
     folder = Path(f"/proc/{pid}/fd")
     path = next(p for p in folder.iterdir() if "memfd:millpond" in str(p.readlink()))
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        with memoryview(memory) as whole, whole[ARENA_HEADER_BYTES:] as slots:
-            yield slots
+    with (
+        path.open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as memory,
+        memoryview(memory) as whole,
+        whole[ARENA_HEADER_BYTES:] as slots,
+    ):
+        yield slots
 
 
 @pytest.mark.parametrize("part", ["attention", "state"])

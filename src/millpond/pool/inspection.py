@@ -18,7 +18,7 @@ def describe_blocks(store: Store, sessions: Sessions, num_max: int) -> list[dict
     it are committed. Slots are listed by the position of their part in the namespace.
     """
     blocks = (
-        _describe(store, sessions, namespace_id, index, node)
+        _describe(sessions, namespace_id, index, node)
         for namespace_id, index in enumerate(store.indexes)
         for node in _in_order(index)
     )
@@ -38,9 +38,7 @@ def _in_order(index: Index) -> Iterator[int]:
             child = index.older[child]
 
 
-def _describe(
-    store: Store, sessions: Sessions, namespace_id: int, index: Index, node: int
-) -> dict[str, object]:
+def _describe(sessions: Sessions, namespace_id: int, index: Index, node: int) -> dict[str, object]:
     slots: list[dict[str, object]] = []
     for part in index.parts:
         slot, table = index.slots[part.number][node], part.table

@@ -1,0 +1,112 @@
+"""``millpond up`` with a real engine: it serves, and nothing is left however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from millpond.cli.exits import Exit
+from millpond.launch.guard import descendants
+from millpond.launch.tiny import make_attention
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@contextmanager
+def up(model: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    (folder / "temp").mkdir()
+    argv = [sys.executable, "-m", "millpond.cli", "up", "--model", model, "--replicas", "1"]
+    argv += ["--pool", "16MiB", "--socket", str(folder / "up.sock"), "--run-dir", str(folder)]
+    argv += ["--", "--max-model-len", "2048"]
+    process = subprocess.Popen(
+        argv,
+        env={**os.environ, "TMPDIR": str(folder / "temp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_attention(tmp_path_factory.mktemp("model"), seed=1).path)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, for a socket's path has a limit."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as name:
+        yield Path(name)
+
+
+def shared_memory(pids: list[int]) -> set[Path]:
+    """Return the files of /dev/shm that these processes have mapped."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return {Path(word) for word in maps.split() if word.startswith("/dev/shm/")}
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> str:
+    """Return what was printed up to the line with ``word``."""
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if word in line:
+            return text
+    raise AssertionError(f"{word!r} was not printed, only {text!r}")
+
+
+def test_ctrl_c_stops_a_system_that_serves(model: str, folder: Path) -> None:
+    with up(model, folder) as process:
+        text = read_until(process, "ready after")
+        url = next(word for word in text.split() if word.startswith("http://"))
+        assert str(folder / "up.sock") in text
+        assert httpx.get(f"{url}/v1/models", trust_env=False).is_success
+        pids = descendants(process.pid)
+        assert len(pids) > 4, "guards, daemon, engine and its processes"
+        shared = shared_memory(pids)
+        assert shared, "the engine has some"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == Exit.INTERRUPTED
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(path.exists() for path in shared)
+    assert list((folder / "temp").iterdir()) == []
+    assert sorted(path.name for path in folder.glob("*.log")) == ["pool.log", "replica-a.log"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, Exit.TERMINATED), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_system_that_is_still_starting_can_be_ended(
+    model: str, folder: Path, number: int, code: int
+) -> None:
+    with up(model, folder) as process:
+        eventually(
+            lambda: "vllm" in (folder / "replica-a.log").read_text().lower(),
+            "the engine logs something",
+            timeout_s=120,
+        )
+        pids = descendants(process.pid)
+        os.kill(process.pid, number)
+        process.communicate(timeout=60)
+        assert process.returncode == code
+    eventually(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
+        "all processes have ended",
+        timeout_s=60,
+    )
+    assert list((folder / "temp").iterdir()) == []
