@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 export PYTHONPATH :=
 
-.PHONY: help setup demo test check lint test-engines bench clean
+.PHONY: help setup demo test check lint fast-tests test-engines bench clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -20,8 +20,11 @@ lint: setup
 	@.venv/bin/lint-imports --no-cache >build/lint-imports.log || { cat build/lint-imports.log; exit 1; }
 	@$(PYTHON) -m pyright
 
-check: lint ## ruff, pyright, layers; unit, property and meta tests
+fast-tests: setup
 	@$(PYTEST) tests/unit tests/property tests/meta
+
+check: setup ## ruff, pyright, layers; unit, property and meta tests; side by side
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint fast-tests
 
 test: lint ## everything that needs no GPU: check, faults, e2e
 	@$(PYTEST) -m "not engines"
