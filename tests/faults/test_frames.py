@@ -15,7 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millpond.model.errors import HandshakeRefused
-from millpond.model.limits import FRAME_BYTES_MAX, OUTPUT_BYTES_MAX, RANKS_MAX, STRING_LENGTH_MAX
+from millpond.model.limits import (
+    BLOCKS_SHOWN_MAX,
+    FRAME_BYTES_MAX,
+    OUTPUT_BYTES_MAX,
+    RANKS_MAX,
+    STRING_LENGTH_MAX,
+)
 from millpond.model.names import Coverage
 from millpond.model.namespace import PartSpec
 from millpond.service import protocol
@@ -188,6 +194,15 @@ def test_wrong_values_fail_and_the_connection_stays(
         assert (failed.id, failed.code) == (5, "invalid")
         raw.send(LOOKUP)
         assert isinstance(raw.reply(), protocol.LookupReply)
+
+
+def test_an_operators_wrong_values_fail_too(daemon: Daemon) -> None:
+    with daemon.admin() as admin:
+        for num_max in (0, -1, BLOCKS_SHOWN_MAX + 1):
+            with pytest.raises(ValueError, match=str(num_max)):
+                admin.blocks(num_max)
+        assert admin.blocks(BLOCKS_SHOWN_MAX) == ()
+        assert admin.latest_requests(-5) == ()
 
 
 def test_a_reply_that_no_frame_carries_is_refused_beforehand(daemon: Daemon) -> None:

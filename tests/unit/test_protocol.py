@@ -59,6 +59,7 @@ REQUESTS = (
     protocol.Switch(id=5, enabled=False),
     protocol.Flush(id=6),
     protocol.Requests(id=7, request_id="abc"),
+    protocol.Blocks(id=9, num_max=3),
     protocol.Check(id=8),
 )
 REPLIES = (
@@ -75,6 +76,7 @@ REPLIES = (
     protocol.Pinned(id=2, lease=None, num_blocks=0, outcome="miss", reason="off"),
     protocol.Reserved(id=3, lease=9, first_block=1, offsets=(b"12345678",)),
     protocol.StatusReply(id=4, statistics={"a": [1, {"b": 1.5}]}),
+    protocol.BlocksReply(id=9, blocks=({"key": "00"},)),
     protocol.RequestsReply(id=7, reports=(("a", REPORT),)),
     protocol.Done(id=5),
     protocol.Failed(id=8, code="broken", message="so"),

@@ -17,7 +17,7 @@ from typing import Final
 _SAMPLE: Final = re.compile(r"\d+_")
 _RANDOM_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
 _KNOWN_PREFIX: Final = re.compile(
-    r"(?P<kind>cmpl|chatcmpl|generate-tokens|transcribe|translate|embd|pool|score|classify)-"
+    r"(?P<kind>cmpl|chatcmpl|generate-tokens|transcribe|translate|embd|pooling|score|classify)-"
 )
 _INDEX: Final = {"cmpl": re.compile(r"-\d+$"), "chatcmpl": re.compile(r"_\d+$")}
 

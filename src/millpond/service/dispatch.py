@@ -65,22 +65,22 @@ class Dispatch:
         Raises ``FrameError`` for a request that this peer may not send at all, and
         ``InvariantBroken``.
         """
-        match request:
-            case Finish() | Report():
-                self._note(peer, request, now_ns)
-                return None
-            case Hello():
-                raise FrameError("a second hello")
-            case Lookup() | Pin() | Reserve():
-                session = self._session(peer, "scheduler", request)
-                try:
+        if isinstance(request, Hello):
+            raise FrameError("a second hello")
+        if isinstance(request, Finish | Report):
+            self._note(peer, request, now_ns)
+            return None
+        try:
+            match request:
+                case Lookup() | Pin() | Reserve():
+                    session = self._session(peer, "scheduler", request)
                     return self._serve(session, request, now_ns)
-                except ValueError as error:
-                    return Failed(id=request.id, code="invalid", message=str(error))
-            case Status():
-                return StatusReply(id=request.id, statistics=self._statistics())
-            case _:
-                return self._operate(peer, request)
+                case Status():
+                    return StatusReply(id=request.id, statistics=self._statistics())
+                case _:
+                    return self._operate(peer, request)
+        except ValueError as error:
+            return Failed(id=request.id, code="invalid", message=str(error))
 
     def _session(self, peer: Peer, role: str, request: Request) -> Session:
         session = self._sessions.of(peer)

@@ -1,7 +1,6 @@
 """The loop over all connections, in one thread, with one selector, over one pool."""
 
 import contextlib
-import gc
 import logging
 import os
 import selectors
@@ -63,9 +62,6 @@ class Loop:
     def run(self, stop: threading.Event, wake_fd: int) -> None:
         """Serve until ``stop`` is set, which ``wake_fd`` announces by being readable."""
         self._selector.register(wake_fd, selectors.EVENT_READ, _wake_up)
-        # The pool makes no reference cycles, and a full collection walks a million keys:
-        # only what came since the last tick is looked at.
-        gc.disable()
         try:
             next_tick_ns = time.monotonic_ns() + _TICK_NS
             while not stop.is_set():
@@ -76,7 +72,6 @@ class Loop:
                     self._tick(time.monotonic_ns())
                     next_tick_ns = time.monotonic_ns() + _TICK_NS
         finally:
-            gc.enable()
             self._selector.unregister(wake_fd)
 
     def close(self) -> None:
@@ -178,7 +173,6 @@ class Loop:
             if peer.hello is None and peer.connected_ns < deadline_ns:
                 self._drop(peer, "no hello in time")
         self._accept_again()
-        gc.collect(0)
 
     # ------------------------------------------------------------ one connection
 

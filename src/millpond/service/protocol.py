@@ -162,7 +162,6 @@ class Welcome(_Frame, frozen=True, forbid_unknown_fields=True, tag="welcome", kw
     """The handshake succeeded; the arena's memfd rides along (not for admins).
 
     ``session`` is never used again, by no later daemon either; admins get None.
-
     ``differences`` lists, for each connected replica of the same model name that this one
     does *not* share with, the fields of the namespace that differ.
     """
@@ -192,6 +191,8 @@ class Refused(_Frame, frozen=True, forbid_unknown_fields=True, tag="refused", kw
 class LookupReply(
     _Frame, frozen=True, forbid_unknown_fields=True, tag="lookup-reply", kw_only=True
 ):
+    """``outcome`` is ``hit``, ``pending`` or ``miss``: what stands after the usable prefix."""
+
     id: int
     num_blocks: int
     outcome: str
@@ -210,7 +211,10 @@ class Pinned(_Frame, frozen=True, forbid_unknown_fields=True, tag="pinned", kw_o
 
 
 class Reserved(_Frame, frozen=True, forbid_unknown_fields=True, tag="reserved", kw_only=True):
-    """``offsets[p]`` packs one offset (or NO_SLOT) for each block from ``first_block`` on."""
+    """``offsets[p]`` packs one offset (or NO_SLOT) for each block from ``first_block`` on.
+
+    ``first_block`` is the first block that has a slot: not before the one that was asked for.
+    """
 
     id: int
     lease: int | None
@@ -222,6 +226,8 @@ class Reserved(_Frame, frozen=True, forbid_unknown_fields=True, tag="reserved", 
 class StatusReply(
     _Frame, frozen=True, forbid_unknown_fields=True, tag="status-reply", kw_only=True
 ):
+    """``statistics`` has the maps ``service``, ``pool`` and, by replica, ``tokens``."""
+
     id: int
     statistics: dict[str, object]
 
