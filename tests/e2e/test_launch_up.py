@@ -95,8 +95,9 @@ def test_a_system_that_is_still_starting_can_be_ended(
     model: str, folder: Path, number: int, code: int
 ) -> None:
     with up(model, folder) as process:
+        log = folder / "replica-a.log"
         eventually(
-            lambda: "vllm" in (folder / "replica-a.log").read_text().lower(),
+            lambda: log.exists() and "vllm" in log.read_text().lower(),
             "the engine logs something",
             timeout_s=120,
         )

@@ -76,11 +76,11 @@ class System:
     def __init__(self, options: SystemOptions, *, on_progress: Progress | None = None) -> None:
         self.options = options
         self._on_progress = on_progress
+        self._specs = _replica_specs(options)
         self._owns_run_dir = options.run_dir is None
         self.run_dir = options.run_dir or Path(tempfile.mkdtemp(prefix="millpond-logs-"))
         self._pool: GuardedProcess | None = None
         self._replicas: dict[str, Replica] = {}
-        self._specs = _replica_specs(options)
 
     def __enter__(self) -> Self:
         self.start()
