@@ -7,6 +7,7 @@ invariant, as the tests expect them.
 import json
 import logging
 import sys
+import threading
 
 from millpond.model.errors import InvariantBroken, SetupError
 from millpond.pool.pool import Pool
@@ -50,8 +51,9 @@ def main() -> int:
         say("ready", epoch=serving.epoch, pid=serving.pid)
 
     def on_progress(done_bytes: int, total_bytes: int) -> None:
-        if options.get("progress"):
+        if options.get("slow_touch"):
             say("progress", done_bytes=done_bytes, total_bytes=total_bytes)
+            threading.Event().wait(0.1)
 
     try:
         serve(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millpond.model.errors import DaemonGone, InvariantBroken, RequestTimedOut
-from millpond.model.limits import GIB, MIB, REQUEST_TIMEOUT_S
+from millpond.model.limits import MIB, REQUEST_TIMEOUT_S
 from millpond.service.client import AdminClient, SchedulerClient
 from tests.faults.daemon_main import BROKEN_EXIT, SETUP_EXIT
 from tests.faults.world import KEY_BYTES, ClientProcess, Daemon, eventually, identity, keys
@@ -60,8 +60,10 @@ def test_orderly_stop(socket_path: str, client: Maker, number: signal.Signals) -
 
 
 def test_stop_while_memory_is_being_touched(socket_path: str) -> None:
-    with Daemon(socket_path, size_bytes=4 * GIB, progress=True) as daemon:
-        assert daemon.line()["event"] == "progress"
+    with Daemon(socket_path, size_bytes=512 * MIB, slow_touch=True) as daemon:
+        line = daemon.line()
+        assert line["event"] == "progress"
+        assert line["done_bytes"] < line["total_bytes"] == 512 * MIB
         assert not Path(socket_path).exists()
         stopped = time.monotonic()
         daemon.signal(signal.SIGINT)
@@ -91,7 +93,7 @@ def test_of_daemons_that_start_at_once_one_wins(socket_path: str) -> None:
 
 
 def test_too_large_is_refused_before_anything_is_allocated(socket_path: str) -> None:
-    with Daemon(socket_path, size_bytes=2**50, progress=True) as daemon:
+    with Daemon(socket_path, size_bytes=2**50) as daemon:
         line = daemon.line()
         assert daemon.exit_code() == SETUP_EXIT
     assert line["event"] == "ArenaTooLarge"

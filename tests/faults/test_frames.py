@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import pytest
@@ -317,6 +317,25 @@ def test_welcome_names_what_differs(daemon: Daemon) -> None:
         assert set(half.welcome.differences) == {"a", "same"}
         found = [(d.field, d.mine, d.theirs) for d in half.welcome.differences["a"]]
         assert found == [("dtype", "float16", "bfloat16"), ("engine_block_tokens", "32", "16")]
+
+
+def test_a_welcome_has_room_for_many_differences(daemon: Daemon) -> None:
+    def engine(number: int) -> RawClient:
+        text = chr(0x10000 + number) * STRING_LENGTH_MAX
+        fields = ("revision", "weights", "dtype", "layout", "engine", "hash_seed", "engine_version")
+        changes = dict.fromkeys(fields, text)
+        raw = stack.enter_context(RawClient(daemon.socket_path))
+        welcome = raw.greet(
+            scheduler_hello(
+                replica=f"r{number}", session_key=f"{number}", namespace=namespace(**changes)
+            )
+        )
+        assert len(welcome.differences) == min(number, 32)
+        return raw
+
+    with ExitStack() as stack:
+        for number in range(40):
+            engine(number)
 
 
 def wrong_descriptors() -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millpond.model.errors import SocketUnusable
-from millpond.service.socket_path import claim, default_socket_path
+from millpond.service.socket_path import claim
 
 
 @pytest.fixture
@@ -19,14 +19,6 @@ def folder() -> Iterator[Path]:
     """A folder with a name short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="mp-") as name:
         yield Path(name)
-
-
-def test_default_place() -> None:
-    assert default_socket_path({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == (
-        "/run/user/7/millpond/pool.sock"
-    )
-    assert default_socket_path({}, 7) == "/tmp/millpond-7/pool.sock"
-    assert default_socket_path({"XDG_RUNTIME_DIR": ""}, 7) == "/tmp/millpond-7/pool.sock"
 
 
 def test_socket_and_folder_are_the_owners_only(folder: Path) -> None:
@@ -118,6 +110,16 @@ def test_lock_on_a_removed_file_counts_for_nothing(
     place = claim(str(path))
     assert lock_path.read_text() == f"{os.getpid()}\n"
     place.release()
+
+
+def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(folder, 4711, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(SocketUnusable, match="belongs to uid"):
+        claim(str(folder / "pool.sock"))
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["/proc/nowhere/pool.sock", "/dev/null/pool.sock"])

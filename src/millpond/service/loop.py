@@ -71,6 +71,9 @@ class Loop:
                 if time.monotonic_ns() >= next_tick_ns:
                     self._tick(time.monotonic_ns())
                     next_tick_ns = time.monotonic_ns() + _TICK_NS
+        except InvariantBroken as error:
+            _LOG.error("invariant broken, serving ends reason=%s", error)
+            raise
         finally:
             self._selector.unregister(wake_fd)
 

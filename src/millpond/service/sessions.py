@@ -26,6 +26,8 @@ from millpond.service.reaper import Orphans, Process
 
 _DIFFERENCES_MAX: Final = 32
 """Replicas told of in one welcome."""
+_VALUE_LENGTH_MAX: Final = 512
+"""Characters of a value told of in a welcome."""
 _DRAINED_MAX: Final = 1024
 """Earlier sessions named in one hello."""
 
@@ -175,7 +177,8 @@ class Sessions:
             is_related = other.namespace.model == session.namespace.model
             shares = other.namespace_id == session.namespace_id
             if is_related and not shares and len(found) < _DIFFERENCES_MAX:
-                found[other.hello.replica] = session.namespace.differences(other.namespace)
+                different = session.namespace.differences(other.namespace)
+                found[other.hello.replica] = tuple(map(_shortened, different))
         return found
 
     def _joinable(self, hello: Hello) -> Session:
@@ -226,6 +229,15 @@ def _checked_namespace(hello: Hello) -> Namespace:
     except ValueError as error:
         raise _invalid("parts", str(error)) from error
     return hello.namespace
+
+
+def _shortened(difference: FieldDifference) -> FieldDifference:
+    """Return a difference that leaves room for others in one frame."""
+    mine, theirs = (
+        value if len(value) <= _VALUE_LENGTH_MAX else value[:_VALUE_LENGTH_MAX] + "…"
+        for value in (difference.mine, difference.theirs)
+    )
+    return FieldDifference(difference.field, mine, theirs)
 
 
 def _process(peer: Peer) -> Process:

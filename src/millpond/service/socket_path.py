@@ -11,7 +11,6 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,16 +20,6 @@ from millpond.service.peercred import peer_credentials
 _PATH_BYTES_MAX: Final = 107
 """``sun_path`` holds 108 bytes with its final zero."""
 _BACKLOG: Final = 128
-
-
-def default_socket_path(environment: Mapping[str, str], uid: int) -> str:
-    """Return where daemon and clients of one user meet when nobody says otherwise.
-
-    ``$XDG_RUNTIME_DIR/millpond/pool.sock``, or ``/tmp/millpond-<uid>/pool.sock`` without it.
-    """
-    runtime_dir = environment.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime_dir, "millpond") if runtime_dir else Path(f"/tmp/millpond-{uid}")  # noqa: S108
-    return str(folder / "pool.sock")
 
 
 class SocketClaim:
@@ -82,6 +71,9 @@ def claim(socket_path: str) -> SocketClaim:
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.parent.stat().st_uid
+        if owner not in (0, os.geteuid()):  # who could put another socket in place of ours
+            raise SocketUnusable(f"{path.parent} belongs to uid {owner}: choose another path")
         lock_fd = _lock(path)
     except OSError as error:
         raise _unusable(path, error) from error
