@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -82,6 +81,7 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._link = Link("scheduler", self._connect)
             self._scheduler = SchedulerSide(self._layout, self._link, self._config, self._num_ranks)
+            versions.mend_engine(self._scheduler.take_load_failure)
         else:
             self._worker = self._make_worker(self._config)
 
@@ -193,11 +193,12 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the requests whose kept stores, and those whose loads, have ended."""
         return self._worker.finished()[:2] if self._worker is not None else (None, None)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As ``get_finished``, with the loads that failed: the engine computes those again."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        return KVConnectorTransferResults(*self._worker.finished())
+        none: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+        return versions.transfer_results(
+            *(none if self._worker is None else self._worker.finished())
+        )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Hand what has ended to the scheduler's side."""
@@ -228,6 +229,8 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return 0, False
         num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
+        if not versions.splits_exact_multiples():
+            self._scheduler.keep_last_state(request, num_computed_tokens + num_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(

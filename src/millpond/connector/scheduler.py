@@ -76,6 +76,7 @@ class SchedulerSide:
         self._loads: list[Job] = []
         self._stores: dict[int, _StoreInFlight] = {}
         self._delayed: set[str] = set()
+        self._failed_loads: set[str] = set()
         self._next_job_id = 0
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
@@ -108,6 +109,19 @@ class SchedulerSide:
         if pinned is None:
             return 0
         return pinned.lease.num_blocks * layout.block_tokens - num_computed_tokens
+
+    def keep_last_state(self, request: Request, num_cached_tokens: int) -> None:
+        """Make a prompt of whole blocks keep the state one block before its end.
+
+        Such a prompt cannot resume from its own end: its last token is always computed.
+        Engines from 0.32 on stop there by themselves; for earlier ones this is a shared-prefix
+        boundary, which costs one more chunk of a block.
+        """
+        block = self._layout.block_tokens
+        boundary = request.num_tokens - block
+        is_whole = request.num_tokens % block == 0 and boundary > num_cached_tokens
+        if is_whole and Coverage.LAST in self._layout.coverages:
+            request.shared_prefix_boundary = boundary
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_loaded_tokens: int) -> None:
         """Turn the pin into a load job for the allocated blocks, or let it go."""
@@ -319,9 +333,16 @@ class SchedulerSide:
             state = self._states.get(request_id)
             if state is not None:
                 state.load_failed = True
+                self._failed_loads.add(request_id)
                 state.loaded_tokens = 0
                 state.writers = {}
                 state.num_offered = 0
+
+    def take_load_failure(self, request_id: str) -> bool:
+        """Return, once for each failure, whether this request's load failed."""
+        has_failed = request_id in self._failed_loads
+        self._failed_loads.discard(request_id)
+        return has_failed
 
     def _end_store(self, job_id: int, num_ranks: int) -> None:
         store = self._stores[job_id]
@@ -349,6 +370,7 @@ class SchedulerSide:
         if state is None:
             return False
         self._release(state)
+        self._failed_loads.discard(request.request_id)
         self._report(state)
         state.is_finished = True
         if not state.store_jobs:

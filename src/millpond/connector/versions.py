@@ -1,14 +1,24 @@
 """Everything that differs between the vLLM versions Millpond supports, and nothing else."""
 
+import functools
+import logging
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
+from vllm.v1.request import Request
 
 from millpond.model.errors import UnsupportedEngine
+
+logger = logging.getLogger("vllm.millpond")
 
 SHARED_HASH_SEED = "0"
 
@@ -68,3 +78,69 @@ def attention_backend(vllm_config: VllmConfig, layers: list[str]) -> str:
         if get_backend is not None:
             names.add(get_backend().get_name())
     return "+".join(sorted(names))
+
+
+def reports_failed_loads() -> bool:
+    """Say whether the engine takes a failed load by the name of its request (0.32 and later)."""
+    return hasattr(base.KVConnectorBase_V1, "get_transfer_results")
+
+
+def transfer_results(sent: set[str], loaded: set[str], failed: set[str]) -> Any:  # noqa: ANN401
+    """Return the engine's own type for ended transfers (called from 0.32 on)."""
+    return base.KVConnectorTransferResults(sent, loaded, failed)
+
+
+def splits_exact_multiples() -> bool:
+    """Say whether a prompt of whole blocks keeps a state that it can itself resume from."""
+    return hasattr(Scheduler, "_get_local_prefix_cache_hit")
+
+
+def mend_engine(load_failed: Callable[[str], bool]) -> None:
+    """Mend, in this process, what would make a supported version wrong or fragile.
+
+    ``load_failed(request_id)`` says, once for each failure, that a request's load failed.
+    """
+    if not reports_failed_loads():
+        _recompute_failed_loads(load_failed)
+    if not hasattr(KVCacheManager, "get_computed_blocks_for_connector") and hasattr(
+        HybridKVCacheCoordinator, "find_longest_cache_hit_per_group"
+    ):
+        _reconcile_local_hits()
+
+
+def _recompute_failed_loads(load_failed: Callable[[str], bool]) -> None:
+    """Before 0.32 a failed load can only be reported by block ids, and not for hybrids.
+
+    The engine core would die of it. This marks the request as 0.32 does: nothing computed.
+    """
+    engine: Any = Scheduler
+    original = engine._update_waiting_for_remote_kv  # noqa: SLF001
+
+    @functools.wraps(original)
+    def update_waiting(self: Any, request: Request) -> None:  # noqa: ANN401
+        if load_failed(request.request_id):
+            request.num_computed_tokens = 0
+            self.failed_recving_kv_req_ids.add(request.request_id)
+        original(self, request)
+
+    engine._update_waiting_for_remote_kv = update_waiting  # noqa: SLF001
+
+
+def _reconcile_local_hits() -> None:
+    """0.26 takes the longest group's local hit where groups differ, and gives wrong tokens.
+
+    That happens with any connector on a hybrid model: attention pages hit where no state is
+    kept. Every group now answers the hit that all of them have.
+    """
+    coordinator: Any = HybridKVCacheCoordinator
+
+    def reconciled(self: Any, block_hashes: Any, max_length: int) -> tuple[Any, Any]:  # noqa: ANN401
+        blocks, num_tokens, *_ = self.find_longest_cache_hit(block_hashes, max_length)
+        return blocks, (num_tokens,) * len(blocks)
+
+    coordinator.find_longest_cache_hit_per_group = reconciled
+    logger.warning(
+        "event=engine_mended what=%r why=%r",
+        "local prefix hits of hybrid models",
+        "this version of vLLM takes hits on which its cache groups disagree",
+    )
