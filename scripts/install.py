@@ -132,7 +132,7 @@ def _install(engine: Engine) -> None:
             [engine.python, "-m", "pip", "install", "--quiet", "--no-input", "--retries=2", UV],
             "uv could not be downloaded; check the network and pip's settings, then run it again",
         )
-    with _step("engine, Millpond and tools: about 1 GB to download"):
+    with _step("engine, Millpond and tools: about 600 MB to download"):
         _install_packages(engine)
     if engine.requirement:
         with _step("byte-compiling"):
