@@ -129,11 +129,14 @@ class Demo:
         self._admin.close()
 
     def run(self, options: DemoOptions) -> list[DemoRow]:
-        """Return one row for each length; ``RequestTimedOut`` where the pool stays busy.
+        """Return one row for each length.
 
-        Raises ``httpx.HTTPError`` when a replica fails.
+        Raises ``RequestTimedOut`` where a replica does not join the pool or the pool stays
+        busy, ``httpx.HTTPError`` where a replica fails.
         """
         chance = random.Random(options.seed)
+        self._on_step("waiting for the replicas to join the pool")
+        self._wait_until(self._has_both_replicas, "a replica has not joined the pool")
         self._warm_up(chance)
         rows: list[DemoRow] = []
         for num_tokens in options.lengths:
@@ -153,7 +156,7 @@ class Demo:
         self._on_step(f"{len(prompt):,} tokens: A cold")
         cold = self._ask(self._a, prompt, f"demo-{name}-cold")
         local = self._ask(self._a, prompt, f"demo-{name}-local")
-        self._wait_committed()
+        self._wait_until(self._has_committed, "blocks are still being written")
         self._admin.switch(enabled=False)
         self._on_step(f"{len(prompt):,} tokens: B, pool off")
         off = self._ask(self._b, prompt, f"demo-{name}-off")
@@ -167,23 +170,30 @@ class Demo:
     def _ask(self, engine: EngineClient, prompt: Sequence[int], request_id: str) -> Completion:
         return engine.complete(prompt, num_tokens=_NUM_TOKENS, request_id=request_id)
 
-    def _wait_committed(self) -> None:
-        """Wait until everything that was computed is readable for others."""
-        deadline = time.monotonic() + _SETTLE_S_MAX
-        while self._pool_statistics()["num_write_leases"]:
-            if time.monotonic() > deadline:
-                raise RequestTimedOut(f"blocks are still being written after {_SETTLE_S_MAX:g} s")
-            time.sleep(_POLL_S)
-
     def _report(self, request_id: str) -> Report:
+        self._wait_until(
+            lambda: bool(self._admin.requests_named(request_id)),
+            f"no report of request {request_id}",
+        )
+        return self._admin.requests_named(request_id)[-1][1]
+
+    def _has_both_replicas(self) -> bool:
+        service = cast(
+            "Mapping[str, Sequence[Mapping[str, object]]]", self._admin.status()["service"]
+        )
+        joined = {(client["replica"], client["role"]) for client in service["clients"]}
+        return joined >= {(name, role) for name in "ab" for role in ("scheduler", "worker")}
+
+    def _has_committed(self) -> bool:
+        """Whether everything that was computed is readable for others."""
+        return self._pool_statistics()["num_write_leases"] == 0
+
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + _SETTLE_S_MAX
-        while not (found := self._admin.requests_named(request_id)):
+        while not condition():
             if time.monotonic() > deadline:
-                raise RequestTimedOut(
-                    f"no report of request {request_id} after {_SETTLE_S_MAX:g} s"
-                )
+                raise RequestTimedOut(f"{otherwise} after {_SETTLE_S_MAX:g} s")
             time.sleep(_POLL_S)
-        return found[-1][1]
 
     def _bytes_read(self) -> int:
         replicas = cast("Mapping[str, Mapping[str, int]]", self._pool_statistics()["replicas"])

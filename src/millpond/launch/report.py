@@ -23,6 +23,7 @@ p.verdict { font-size: 1.1rem; } .bad { color: var(--bad); font-weight: 600; }
 svg { width: 100%; display: block; }
 svg text { fill: var(--ink); font: 14px system-ui, sans-serif; }
 svg text.group { font-weight: 600; font-size: 16px; }
+rect.off { fill: var(--off); } rect.local { fill: var(--local); } rect.on { fill: var(--on); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
          white-space: nowrap; }
@@ -93,7 +94,7 @@ def _plot(rows: Sequence[DemoRow]) -> str:
             parts.append(f'<text x="0" y="{y + 15}">{label}: {_seconds(seconds)}</text>')
             parts.append(
                 f'<rect x="0" y="{y + 21}" width="{width:.2f}%" height="14" rx="2" '
-                f'fill="var(--{colour})"/>'
+                f'class="{colour}"/>'
             )
     height = len(rows) * _GROUP_HEIGHT
     return (
