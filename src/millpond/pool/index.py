@@ -156,6 +156,8 @@ class Index:
         """Return ``node`` and all its descendants, each after its parent."""
         nodes = [node]
         for at in nodes:  # grows while it is walked
+            if len(nodes) > len(self.keys):
+                raise InvariantBroken(f"blocks after {self.keys[node].hex()} form a ring")
             child = self.child[at]
             while child:
                 nodes.append(child)

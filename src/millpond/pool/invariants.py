@@ -175,4 +175,5 @@ def _check_lease(lease: Lease) -> None:
     name = f"lease {lease.lease_id}"
     _require(lease.ranks, f"{name}: all ranks have finished, yet it is live")
     _require(not lease.ranks & ~lease.session.all_ranks, f"{name}: waits for ranks that are not")
-    _require(lease.session.leases.get(lease.lease_id) is lease, f"{name}: its session has another")
+    if isinstance(lease, Writing) and not lease.is_aborted:
+        _require(lease.session.is_open, f"{name}: its session is closed, so it cannot commit")

@@ -56,11 +56,8 @@ class Store:
         """Return whether nobody reads or writes any slot of ``node``, nor builds on it now."""
         if self._kept == (index, node):
             return False
-        for part in index.parts:
-            slot, table = index.slots[part.number][node], part.table
-            if slot and (table.state[slot] != COMMITTED or table.num_holds[slot]):
-                return False
-        return True
+        # A slot that is being written is held by its writer; none is in slot NONE's row.
+        return not any(p.table.num_holds[index.slots[p.number][node]] for p in index.parts)
 
     def is_loose(self, index: Index, node: int) -> bool:
         """Return whether ``node`` could leave now with all its slots."""
@@ -72,8 +69,7 @@ class Store:
         for part in index.parts:
             slot, table = index.slots[part.number][node], part.table
             if slot:
-                is_idle = table.state[slot] == COMMITTED and not table.num_holds[slot]
-                yield part, slot, is_loose or (is_idle and not part.is_every)
+                yield part, slot, is_loose or not (part.is_every or table.num_holds[slot])
 
     def refresh(self, index: Index, node: int) -> None:
         """Tell the policies what of ``node`` may be evicted; call after each change to it."""
