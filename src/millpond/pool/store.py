@@ -32,8 +32,9 @@ from millpond.pool.allocator import (
 )
 from millpond.pool.index import ROOT, Index, Part
 
-_RECLAIM_STEPS_MAX = 65_536
-"""Blocks that one request may look at to free whole extents of another slot size (~30 ms)."""
+_RECLAIM_STEPS_MAX = 16_384
+"""Blocks that one request may look at, and evict, to free extents of another slot size: to
+evict as many takes about 0.15 s, and an engine waits 0.25 s for its reply."""
 _AGE_RATIO = 2
 """Another size gives up an extent only for an entry more than this many times as old."""
 
