@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,7 +43,8 @@ from millpond.connector.scheduler import SchedulerSide
 from millpond.connector.worker import WorkerSide
 from millpond.model.errors import ExpectedError, UnsupportedEngine
 from millpond.service.client import AdminClient, ReplicaIdentity, SchedulerClient
-from millpond.transfer import CpuCopyEngine
+from millpond.transfer import CopyEngine, CpuCopyEngine
+from millpond.transfer.cuda import CudaCopyEngine
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -91,7 +93,7 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
             self._layout,
             self._identity(),
             str(config.socket),
-            CpuCopyEngine(delay_s=config.copy_delay_s),
+            _copy_engine(config),
             rank,
         )
 
@@ -281,3 +283,10 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("event=flush_failed reason=%r", str(error))
             return False
         return True
+
+
+def _copy_engine(config: ConnectorConfig) -> CopyEngine:
+    """Return the copy engine of the device on which this worker's pages are."""
+    if current_platform.is_cuda():
+        return CudaCopyEngine(torch.device("cuda", torch.cuda.current_device()))
+    return CpuCopyEngine(delay_s=config.copy_delay_s)

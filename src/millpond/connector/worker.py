@@ -177,6 +177,8 @@ class WorkerSide:
             arena=self._arena,
         )
         # An earlier mapping ends with its last copy (E6): submissions keep theirs alive.
+        if self._arena is not client.arena:
+            self._copy_engine.adopt(client.arena)
         self._arena = client.arena
         self._past_sessions = []
         with self._gate:
@@ -202,6 +204,8 @@ class WorkerSide:
             client = self._current
             if client is None or client.session != job.session:
                 return False
+            if not self._copy_engine.is_ready(self._end_offset(job)):
+                return False
             try:
                 copies = self._copies(direction, job, client.arena)
             except StaleSlot as error:
@@ -215,6 +219,17 @@ class WorkerSide:
                 on_done=lambda ticket: end(job, client, ticket.error),
             )
             return True
+
+    def _end_offset(self, job: Job) -> int:
+        """Return the end of the last byte in the arena that ``job`` touches."""
+        num_ranks = self._identity.num_ranks
+        return max(
+            (
+                max(part_job.slots) + self._layout.parts[part_job.part].rank_bytes * num_ranks
+                for part_job in job.parts
+            ),
+            default=0,
+        )
 
     def _copies(self, direction: Direction, job: Job, arena: Arena) -> Copies:
         planned: list[Copies] = []

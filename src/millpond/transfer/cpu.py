@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from millpond.arena.arena import Arena
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.engine import Fence, Ticket
 
@@ -100,6 +101,13 @@ class CpuCopyEngine:
     def fence(self) -> Fence:
         """Return a passed fence: a CPU's forward pass has finished when it returns."""
         return PassedFence()
+
+    def adopt(self, arena: Arena) -> None:
+        """Nothing to do: mapped memory is ready for memory copies."""
+
+    def is_ready(self, end_offset: int) -> bool:
+        """Return True for every offset."""
+        return end_offset >= 0
 
     def submit(
         self,

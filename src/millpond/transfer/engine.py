@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from millpond.arena.arena import Arena
 from millpond.transfer.copies import Copies, Direction
 
 
@@ -44,6 +45,17 @@ class CopyEngine(Protocol):
 
     def fence(self) -> Fence:
         """Return a fence after all work submitted so far to the caller's current stream."""
+        ...
+
+    def adopt(self, arena: Arena) -> None:
+        """Make the arena's memory ready for copies, in the background; replaces an earlier one.
+
+        No copy from or to the earlier one may be in flight.
+        """
+        ...
+
+    def is_ready(self, end_offset: int) -> bool:
+        """Say whether the adopted arena can be copied from and to before ``end_offset``."""
         ...
 
     def submit(

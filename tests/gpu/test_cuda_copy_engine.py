@@ -1,0 +1,127 @@
+"""The CUDA copy engine keeps its edges under an imposed delay, and the test can see it fail."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+if torch.cuda.is_available():
+    from millpond.arena.arena import Arena
+    from millpond.transfer import Copies, Direction
+    from millpond.transfer.cuda import CudaCopyEngine, CudaFence
+
+NUM_BYTES = 32 * 2**20
+PAGE = 256 * 2**10
+SPIN_CYCLES = 300_000_000
+"""About 0.15 s on the device: a producer that is late."""
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def engine() -> "Iterator[tuple[CudaCopyEngine, Arena]]":
+    arena, _ = Arena.create(size_bytes=NUM_BYTES, extent_bytes=NUM_BYTES, epoch=1)
+    made = CudaCopyEngine(torch.device("cuda", 0))
+    made.adopt(arena)
+    registered = made._registration
+    assert registered is not None
+    assert registered.wait(WAIT_S)
+    yield made, arena
+    assert made.close(WAIT_S)
+
+
+def words(seed: int) -> np.ndarray:
+    """Return a pattern in which each 64-bit word differs from all others and by seed."""
+    return np.arange(NUM_BYTES // 8, dtype=np.int64) + np.int64(seed) * 2**40
+
+
+def host(arena: "Arena") -> np.ndarray:
+    return np.frombuffer(arena.view(0, NUM_BYTES), np.int64)
+
+
+def pages(direction: "Direction", arena: "Arena", gpu: "torch.Tensor") -> "Copies":
+    starts = np.arange(0, NUM_BYTES, PAGE, dtype=np.uint64)
+    ends = (np.uint64(gpu.data_ptr()) + starts, np.uint64(arena.address) + starts)
+    if direction is Direction.LOAD:
+        ends = ends[::-1]
+    return Copies(*ends, np.full(len(starts), PAGE, np.uint64))
+
+
+@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered", "control"])
+def test_a_store_waits_for_a_late_producer(engine: object, is_ordered: bool) -> None:
+    copier, arena = engine
+    gpu = torch.from_numpy(words(1)).cuda()
+    late = torch.from_numpy(words(2)).cuda()
+    early = CudaFence(torch.cuda.Event())
+    early.event.record()
+    torch.cuda.synchronize()
+    done = threading.Event()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SPIN_CYCLES)
+        gpu.copy_(late)
+        copier.submit(
+            Direction.STORE,
+            pages(Direction.STORE, arena, gpu),
+            after=copier.fence() if is_ordered else early,
+            keep_alive=arena,
+            on_done=lambda _: done.set(),
+        )
+    assert done.wait(WAIT_S)
+    # The bytes at the moment of "done", not later.
+    seen = host(arena).copy()
+    torch.cuda.synchronize()
+    assert (seen == words(2)).all() == is_ordered
+    assert ((seen == words(1)) | (seen == words(2))).all()
+
+
+@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered", "control"])
+def test_a_load_waits_for_a_late_reader_and_is_done_when_it_says_so(
+    engine: object, is_ordered: bool
+) -> None:
+    copier, arena = engine
+    host(arena)[:] = words(2)
+    gpu = torch.from_numpy(words(1)).cuda()
+    read = torch.zeros_like(gpu)
+    early = CudaFence(torch.cuda.Event())
+    early.event.record()
+    torch.cuda.synchronize()
+    done = threading.Event()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SPIN_CYCLES)
+        read.copy_(gpu)  # the last use of the pages that are about to be overwritten
+        copier.submit(
+            Direction.LOAD,
+            pages(Direction.LOAD, arena, gpu),
+            after=copier.fence() if is_ordered else early,
+            keep_alive=arena,
+            on_done=lambda _: done.set(),
+        )
+    assert done.wait(WAIT_S)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        loaded = gpu.cpu().numpy()
+    assert (loaded == words(2)).all()
+    torch.cuda.synchronize()
+    assert bool((read.cpu().numpy() == words(1)).all()) == is_ordered
+
+
+def test_submitting_does_not_wait_for_the_device(engine: object) -> None:
+    copier, arena = engine
+    gpu = torch.from_numpy(words(1)).cuda()
+    torch.cuda.synchronize()
+    done = threading.Event()
+    torch.cuda._sleep(SPIN_CYCLES)
+    fence = copier.fence()
+    copier.submit(
+        Direction.STORE,
+        pages(Direction.STORE, arena, gpu),
+        after=fence,
+        keep_alive=arena,
+        on_done=lambda _: done.set(),
+    )
+    assert not fence.is_passed()
+    assert not done.is_set()
+    assert done.wait(WAIT_S)
