@@ -1,4 +1,4 @@
-# ruff: noqa: INP001, T201 - a script
+
 """Longest prefix of 1,024 keys over the socket, beside a bare echo of the same bytes.
 
     python benchmarks/lookup.py [--keys 1000000] [--seconds 5] [--clients 1]
