@@ -90,13 +90,18 @@ def test_prefix_shrinks_from_its_end() -> None:
 
 def test_end_of_a_prefix_hands_its_time_to_what_comes_before() -> None:
     crowd = Crowd(1, (PAGES,))
+    older, younger = chain(1, tag="older"), chain(1, tag="younger")
     crowd.write(A, at=1)
-    crowd.write(B, at=2)
-    crowd.read(A, at=3)  # A is the younger one, as a whole
-    for num_written, tag in enumerate("xyz", start=1):
-        crowd.write(chain(1, tag=tag), at=3 + num_written)
-        assert crowd.usable(A) + crowd.usable(B) == 4 - num_written
-    assert (crowd.usable(A), crowd.usable(B)) == (1, 0)
+    crowd.write(older, at=2)
+    lease_id = crowd.pin(older, at=3)
+    crowd.read(A, at=5)
+    crowd.write(younger, at=6)
+    crowd.write(chain(1, tag="x"), at=7)
+    assert crowd.usable(A) == 1, "its end is all that could go"
+    crowd.finish(lease_id, at=8)
+    # What is left of A was used at 5, as a part of the whole, and the other at 3.
+    crowd.write(chain(1, tag="y"), at=9)
+    assert [crowd.usable(keys) for keys in (A, older, younger)] == [1, 0, 1]
 
 
 def test_what_is_read_or_being_written_stays() -> None:
@@ -149,6 +154,12 @@ def test_pages_take_their_state_along() -> None:
     committed = {size["slot_bytes"]: size["num_slots"]["committed"] for size in sizes}
     assert committed == {PAGES.slot_bytes: 4, STATE.slot_bytes: 1}
     assert (crowd.usable(A), crowd.usable(B)) == (0, 2)
+
+
+def test_deepest_states_come_first_when_there_is_not_room_for_all() -> None:
+    crowd = Crowd(2, (PAGES, STATE))
+    crowd.write(chain(4), at=1, states=range(4))
+    assert [crowd.usable(chain(n)) for n in range(1, 5)] == [0, 0, 3, 4]
 
 
 def test_oldest_state_goes_and_its_pages_stay() -> None:

@@ -180,6 +180,13 @@ def test_pin_names_each_writer(pool: Pool) -> None:
     assert dict(lease.writers) == {"north": 2, "south": 3}
 
 
+def test_without_pages_the_state_says_who_wrote(pool: Pool) -> None:
+    replica = Replica(pool, WINDOW, LAST)
+    replica.write(chain(3), (1, 2), (2,))
+    lease = pool.pin(replica.session, chain(3), KEY_BYTES, first_block=0, now_ns=2)
+    assert lease.writers == (("north", 1),)
+
+
 def test_pin_grants_nothing_that_the_reader_has_already(pool: Pool) -> None:
     replica = Replica(pool, EVERY)
     replica.write(chain(3))
