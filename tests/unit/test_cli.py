@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import httpx
 import pytest
 
 from millpond import __version__
@@ -112,6 +113,7 @@ def test_without_a_daemon_commands_end_with_4_and_name_the_socket(
         (SocketUnusable("x"), Exit.SETUP),
         (ArenaTooLarge("x", wanted_bytes=2, available_bytes=1), Exit.SETUP),
         (DaemonGone("x"), Exit.AWAY),
+        (httpx.ReadError("x"), Exit.AWAY),
         (InvariantBroken("x"), Exit.BROKEN),
         (KeyError("x"), Exit.BUG),
         (KeyboardInterrupt(), Exit.INTERRUPTED),

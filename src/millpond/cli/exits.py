@@ -47,7 +47,7 @@ def exit_of(error: BaseException) -> Exit:
         (ConfigError, Exit.USAGE),
         (SetupError, Exit.SETUP),
         (ExpectedError, Exit.AWAY),
-        (httpx.TransportError, Exit.AWAY),
+        (httpx.HTTPError, Exit.AWAY),
         (InvariantBroken, Exit.BROKEN),
         (KeyboardInterrupt, Exit.INTERRUPTED),
         (Terminated, Exit.TERMINATED),

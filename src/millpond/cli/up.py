@@ -10,7 +10,7 @@ from rich.table import Table
 
 from millpond.cli.context import Context, examples, pass_context, socket_option
 from millpond.cli.output import ProgressLine, stderr, stdout
-from millpond.config import CONFIG_VARIABLE, UpConfig
+from millpond.config import CONFIG_VARIABLE, UpConfig, format_size
 from millpond.launch.resources import pick_device
 from millpond.launch.system import ProcessState, System, SystemOptions
 from millpond.model.errors import ExpectedError
@@ -49,9 +49,16 @@ def up(context: Context, engine_args: tuple[str, ...], **flags: object) -> None:
     names |= {"run_dir": "up.run_dir", "start_timeout": "up.start_timeout_s"}
     names |= {"stop_grace": "up.stop_grace_s"}
     settings = context.settings({names[flag]: value for flag, value in flags.items()})
-    options = _system_options(context, settings.up(), engine_args)
+    config = settings.up()
+    options = _system_options(context, config, engine_args)
+    stderr.print(
+        f"{config.num_replicas} replicas of {config.model} on {options.device}, "
+        f"pool of {format_size(config.pool.size_bytes)} at {config.pool.socket}, "
+        f"{config.start_timeout_s:g} s to start, {config.stop_grace_s:g} s to stop",
+        markup=False,
+    )
     for key, source in settings.sources().items():
-        stderr.print(f"{key} from {source}", markup=False)
+        stderr.print(f"  {key} from {source}", markup=False)
     with ProgressLine() as progress:
         system = System(options, on_progress=lambda states: show_start(progress, states))
         with system:

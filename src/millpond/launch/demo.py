@@ -19,7 +19,7 @@ from typing import Final, cast
 from millpond.launch.engine_client import Completion, EngineClient
 from millpond.launch.system import System
 from millpond.launch.tiny import END_OF_TEXT_ID
-from millpond.model.errors import RequestTimedOut
+from millpond.model.errors import ExpectedError, RequestTimedOut
 from millpond.service.client import AdminClient
 from millpond.service.protocol import Report
 
@@ -132,7 +132,7 @@ class Demo:
         """Return one row for each length.
 
         Raises ``RequestTimedOut`` where a replica does not join the pool or the pool stays
-        busy, ``httpx.HTTPError`` where a replica fails.
+        busy, ``ExpectedError`` or ``httpx.HTTPError`` where a replica fails.
         """
         chance = random.Random(options.seed)
         self._on_step("waiting for the replicas to join the pool")
@@ -168,7 +168,10 @@ class Demo:
         return _Round(cold, local, off, on, report, self._bytes_read() - read_before)
 
     def _ask(self, engine: EngineClient, prompt: Sequence[int], request_id: str) -> Completion:
-        return engine.complete(prompt, num_tokens=_NUM_TOKENS, request_id=request_id)
+        try:
+            return engine.complete(prompt, num_tokens=_NUM_TOKENS, request_id=request_id)
+        except ValueError as error:
+            raise ExpectedError(f"a replica failed: {error}") from error
 
     def _report(self, request_id: str) -> Report:
         self._wait_until(

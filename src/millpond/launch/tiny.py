@@ -35,6 +35,8 @@ _HEAD_DIM: Final = 128
 _GDN_HEADS: Final = 2
 _GDN_HEAD_DIM: Final = 128
 _GDN_KERNEL: Final = 4
+_WINDOW: Final = 512
+"""Tokens that a sliding-window layer looks back over, as in Gemma3."""
 _SCORE_STD: Final = 3.0
 """Spread of attention scores: with 1 a softmax over thousands of random keys is flat."""
 _LOGIT_SPREAD: Final = 0.5
@@ -108,6 +110,28 @@ def make_attention(path: Path, *, seed: int) -> TinyModel:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     }
     return _write_model(path, config, list(_attention_weights(num_layers)), seed)
+
+
+def make_sliding(path: Path, *, seed: int, window: int = _WINDOW) -> TinyModel:
+    """Write a Gemma3-shaped model: five layers that see ``window`` tokens, one that sees all.
+
+    The same seed writes the same bytes. The folder is created; files in it are replaced.
+    """
+    kinds = ("sliding_attention",) * 5 + ("full_attention",)
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "sliding_window": window,
+        "query_pre_attn_scalar": _HEAD_DIM,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    }
+    return _write_model(path, config, list(_sliding_weights(len(kinds))), seed)
 
 
 def _write_model(
@@ -202,6 +226,17 @@ def _attention_weights(num_layers: int) -> Iterator[_Weight]:
         layer = f"model.layers.{i}"
         yield from _block_weights(layer, norm_weight=1.0)
         yield from _self_attention(layer, norm_weight=_SCORE_STD**0.5, gated=False)
+
+
+def _sliding_weights(num_layers: int) -> Iterator[_Weight]:
+    # These norms multiply by 1 + weight, as those of the hybrid.
+    yield from _outer_weights(norm_weight=0.0)
+    for i in range(num_layers):
+        layer = f"model.layers.{i}"
+        yield from _block_weights(layer, norm_weight=0.0)
+        for side in ("pre", "post"):
+            yield _Weight(f"{layer}.{side}_feedforward_layernorm.weight", (_HIDDEN,))
+        yield from _self_attention(layer, norm_weight=_SCORE_STD**0.5 - 1.0, gated=False)
 
 
 def _outer_weights(norm_weight: float) -> Iterator[_Weight]:
