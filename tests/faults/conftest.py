@@ -18,9 +18,11 @@ def socket_path() -> Iterator[str]:
 
 @pytest.fixture
 def daemon(socket_path: str) -> Iterator[Daemon]:
-    """A daemon that accepts clients."""
+    """A daemon that accepts clients, and of which nothing may be left, nor of them in it."""
     with Daemon(socket_path) as started:
         yield started.wait_ready()
+        started.settle()
+        started.stop()
 
 
 @pytest.fixture

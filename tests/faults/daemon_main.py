@@ -11,7 +11,7 @@ import threading
 
 from millpond.model.errors import InvariantBroken, SetupError
 from millpond.pool.pool import Pool
-from millpond.service import loop
+from millpond.service import loop, sessions
 from millpond.service.server import ServeOptions, Serving, serve
 
 SETUP_EXIT, BROKEN_EXIT = 3, 70
@@ -37,6 +37,8 @@ def plant_faults(options: dict[str, object]) -> None:
             raise ZeroDivisionError("planted")
 
         Pool.lookup = lookup  # type: ignore[method-assign,assignment]
+    if "orphans_max" in options:
+        sessions._ORPHANS_MAX = options["orphans_max"]  # type: ignore[misc]
     if "handshake_s" in options:
         loop.HANDSHAKE_S_MAX = options["handshake_s"]  # type: ignore[misc]
 

@@ -50,7 +50,9 @@ class RawClient:
 
     def send_with(self, message: msgspec.Struct, fds: Sequence[int]) -> None:
         """Send one message together with descriptors."""
-        socket.send_fds(self.socket, [frame(msgspec.msgpack.encode(message))], fds)
+        data = frame(msgspec.msgpack.encode(message))
+        num_sent = socket.send_fds(self.socket, [data], fds)
+        self.socket.sendall(data[num_sent:])
 
     def greet(self, hello: Hello) -> Any:  # noqa: ANN401
         """Shake hands with an own pidfd; return the reply."""

@@ -55,7 +55,8 @@ def test_slots_of_a_living_client_wait_until_it_has_drained(daemon: Daemon, clie
     other.ask("finish", lease=taken["lease"], ok=False)
     # The process itself says so.
     engine.ask("close")
-    eventually(lambda: len(daemon.status()["service"]["orphans"]) == 2, "second session ended")
+    eventually(lambda: len(daemon.status()["service"]["clients"]) == 3, "second session ended")
+    assert len(daemon.status()["service"]["orphans"]) == 1  # the second held nothing
     engine.engine("a", "third-start", drained=(later - 1, later))
     eventually(lambda: daemon.num_slots("quarantined") == 0, "slots freed")
     daemon.check()
@@ -135,11 +136,13 @@ def test_one_rank_dies_and_the_other_may_still_copy(daemon: Daemon, client: Make
     second.ask("join", **both, rank=1)
     lease = first.ask("reserve", prefix="p", num_blocks=3)["lease"]
     first.ask("finish", lease=lease)
+    # What was sent before is answered before: the finish has been read.
+    assert first.ask("lookup", prefix="p", num_blocks=3) == [0, "pending"]
     second.kill()
-    eventually(lambda: daemon.status()["service"]["orphans"] != [], "session ended")
     # Rank 0 had finished and rank 1 is dead: nobody can be copying.
     eventually(lambda: daemon.num_slots("reserved") == 0, "reserved slots freed")
-    assert daemon.num_slots("quarantined") == 0
+    eventually(lambda: daemon.num_slots("quarantined") == 0, "quarantined slots freed")
+    assert daemon.status()["service"]["orphans"] == []
     assert first.attempt("lookup", prefix="p", num_blocks=3)["error"] == "DaemonGone"
     daemon.check()
 
@@ -185,3 +188,23 @@ def test_a_restarted_replica_waits_for_its_predecessor(daemon: Daemon, client: M
         lambda: "ok" in new.attempt("open", replica="a", session_key="second-start"),
         "the name is free",
     )
+
+
+def test_a_client_that_never_drains_is_not_let_in_for_ever(socket_path: str, client: Maker) -> None:
+    with Daemon(socket_path, orphans_max=3) as daemon:
+        daemon.wait_ready()
+        forgetful = client()
+        ended: list[int] = []
+        for number in range(3):
+            ended.append(forgetful.engine("a", f"start-{number}"))
+            assert forgetful.ask("reserve", prefix=f"p-{number}", num_blocks=1)["lease"]
+            forgetful.ask("close")
+            eventually(lambda: daemon.footprint()["orphans"] == len(ended), "session ended")
+        refused = forgetful.attempt("open", replica="a", session_key="start-3")
+        assert (refused["error"], refused["code"]) == ("HandshakeRefused", "full")
+        # It is believed although there is no session that it could join.
+        late = forgetful.attempt("join", replica="a", session_key="start-3", drained=ended)
+        assert late["code"] == "no-session"
+        forgetful.engine("a", "start-3")
+        forgetful.kill()
+        daemon.settle()

@@ -13,26 +13,31 @@ from millpond.model.errors import DaemonGone, InvariantBroken, RequestTimedOut
 from millpond.model.limits import MIB, REQUEST_TIMEOUT_S
 from millpond.service.client import AdminClient, SchedulerClient
 from tests.faults.daemon_main import BROKEN_EXIT, SETUP_EXIT
-from tests.faults.world import KEY_BYTES, ClientProcess, Daemon, eventually, identity, keys
+from tests.faults.world import (
+    KEY_BYTES,
+    ClientProcess,
+    Daemon,
+    arena_holders,
+    eventually,
+    identity,
+    keys,
+)
 
 Maker = Callable[[], ClientProcess]
 
 
-def shared_memory_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))  # noqa: PTH208
-
-
 def test_killed_daemon_leaves_nothing_and_is_replaced(socket_path: str, client: Maker) -> None:
-    before = shared_memory_files()
     with Daemon(socket_path) as first:
         first.wait_ready()
+        inode = first.arena_inode()
+        assert "/dev/shm" not in Path(f"/proc/{first.pid}/maps").read_text()
         engine = client()
         session = engine.engine("a", "k")
         engine.store("prefix", 4)
         pinned = engine.ask("pin", prefix="prefix", num_blocks=4)
         engine.ask("write", offset=pinned["offsets"][0][1], text="kept")
         first.kill()
-    assert shared_memory_files() <= before
+    assert arena_holders(inode) == {engine.pid}
     assert Path(socket_path).exists()
     assert engine.attempt("lookup", prefix="prefix", num_blocks=4)["error"] == "DaemonGone"
     assert engine.attempt("finish", lease=pinned["lease"])["error"] == "DaemonGone"
@@ -45,6 +50,7 @@ def test_killed_daemon_leaves_nothing_and_is_replaced(socket_path: str, client: 
         engine.store("prefix", 4)
         assert engine.ask("read", offset=pinned["offsets"][0][1], num_bytes=4) == "\0" * 4
         second.check()
+        assert arena_holders(inode) == set()  # the engine has given it up for the new one
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

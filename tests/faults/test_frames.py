@@ -18,6 +18,7 @@ from millpond.model.errors import HandshakeRefused
 from millpond.model.limits import (
     BLOCKS_SHOWN_MAX,
     FRAME_BYTES_MAX,
+    LEASES_PER_SESSION_MAX,
     OUTPUT_BYTES_MAX,
     RANKS_MAX,
     STRING_LENGTH_MAX,
@@ -61,7 +62,8 @@ def daemon() -> Iterator[Daemon]:
     """One daemon for all: it must stand what every one of these tests does."""
     with short_folder() as folder, Daemon(f"{folder}/pool.sock") as started:
         yield started.wait_ready()
-        started.check()
+        started.settle()
+        started.stop()
 
 
 @contextmanager
@@ -81,6 +83,10 @@ BAD_BYTES = {
     "trailing bytes": frame(msgspec.msgpack.encode(protocol.Status(id=1)) + b"\0"),
     "missing fields": frame(msgspec.msgpack.encode({"type": "lookup", "id": 1})),
     "reply as request": frame(msgspec.msgpack.encode(protocol.Done(id=1))),
+    "nested deeply": frame(b"\x82\xa2id" + b"\x91" * 100_000 + b"\x01\xa4type\xa6status"),
+    "nested deeply in a hello": frame(
+        b"\x83\xa4type\xa5hello\xb0protocol_version\x01\xa1x" + b"\x91" * 100_000 + b"\x01"
+    ),
 }
 
 
@@ -127,6 +133,10 @@ OUT_OF_ORDER = {
     "scheduler speaks for a rank": (
         scheduler_hello(),
         protocol.Finish(leases=(1,), ok=True, rank=0),
+    ),
+    "more leases than can be": (
+        scheduler_hello(),
+        protocol.Finish(leases=tuple(range(LEASES_PER_SESSION_MAX + 1)), ok=True),
     ),
 }
 
@@ -229,8 +239,41 @@ def test_engines_may_not_switch_the_pool(daemon: Daemon) -> None:
         assert raw.reply().statistics["pool"]["enabled"] is True
 
 
+def test_reports_cannot_spoil_the_totals(daemon: Daemon) -> None:
+    """Numbers that add up, but to more than a frame can carry."""
+    tokens = 2**63
+    report = protocol.Report(
+        request_id="r",
+        prompt_tokens=tokens,
+        computed_tokens=0,
+        local_tokens=0,
+        loaded_tokens=tokens,
+        writers={"w": tokens},
+    )
+    with counted(daemon, "bad_reports", 2), RawClient(daemon.socket_path) as raw:
+        raw.greet(scheduler_hello())
+        raw.send(report)
+        raw.send(report)
+        raw.send(protocol.Status(id=1))
+        assert isinstance(raw.reply(), protocol.StatusReply)
+
+
+def test_what_a_client_said_fits_into_a_line_of_the_log(daemon: Daemon) -> None:
+    start = len(daemon.errors())
+    with RawClient(daemon.socket_path) as raw:
+        raw.send({"type": "forged\nline " + "x" * 100_000})
+        assert raw.is_hung_up()
+    with RawClient(daemon.socket_path) as raw:
+        raw.greet(scheduler_hello(role="forged\nline " + "x" * 100_000))
+    lines = daemon.errors()[start:].splitlines()
+    assert any("forged" in line for line in lines)
+    assert not any(line.startswith("line") for line in lines)
+    assert max(map(len, lines)) < 2048
+
+
 HUGE = PartSpec("huge", Coverage.EVERY, SIZE_BYTES * 2)
 LOPSIDED = PartSpec("odd", Coverage.EVERY, 4097)
+LONG_NAMED = PartSpec("p" * (STRING_LENGTH_MAX + 1), Coverage.EVERY, 4096)
 REFUSALS = {
     "no replica": ({"replica": ""}, "invalid", "replica"),
     "long replica": ({"replica": "r" * 129}, "invalid", "replica"),
@@ -248,7 +291,13 @@ REFUSALS = {
     "no parts": ({"namespace": namespace(parts=())}, "invalid", "parts"),
     "lopsided": ({"namespace": namespace(parts=(LOPSIDED,)), "num_ranks": 2}, "invalid", "parts"),
     "slot too large": ({"namespace": namespace(parts=(HUGE,))}, "too-large", "parts"),
+    "long name of a part": (
+        {"namespace": namespace(parts=(LONG_NAMED,))},
+        "invalid",
+        "parts",
+    ),
     "role": ({"role": "spectator"}, "invalid", "role"),
+    "long role": ({"role": "\0" * (FRAME_BYTES_MAX - 4096)}, "invalid", "role"),
     "version": ({"protocol_version": 999}, "version", "protocol_version"),
     "worker first": ({"role": "worker"}, "no-session", "session_key"),
     "drained": ({"role": "worker", "drained": tuple(range(1025))}, "invalid", "drained"),
@@ -279,6 +328,11 @@ JOIN_REFUSALS = {
     "other replica": ({"replica": "other"}, "invalid", "replica"),
     "other ranks": ({"num_ranks": 3}, "invalid", "num_ranks"),
     "other dtype": ({"namespace": namespace(dtype="float16")}, "invalid", "dtype"),
+    "long dtype": (
+        {"namespace": namespace(dtype="f" * (FRAME_BYTES_MAX // 2))},
+        "invalid",
+        "dtype",
+    ),
     "rank taken": ({"rank": 0}, "taken", "rank"),
     "other session": ({"session_key": "raw-2"}, "no-session", "session_key"),
 }

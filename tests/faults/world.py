@@ -1,5 +1,6 @@
 """What fault tests are made of: daemons and clients as processes, and bounded waiting."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ SLOT_BYTES = 64 * 1024
 SIZE_BYTES = 16 * MIB
 NUM_SLOTS = SIZE_BYTES // SLOT_BYTES
 WAIT_S = 10.0
+ARENA_NAME = "memfd:millpond-arena"
 
 
 def namespace(**changes: object) -> Namespace:
@@ -62,17 +64,24 @@ def identity(replica: str, session_key: str, num_ranks: int = 1, **changes: obje
 
 def keys(prefix: str, num_blocks: int) -> bytes:
     """Return the keys of ``num_blocks`` blocks of a prefix."""
-    return b"".join(
-        hashlib.sha256(f"{prefix}/{block}".encode()).digest() for block in range(num_blocks)
-    )
+    return b"".join(block_key(prefix, block) for block in range(num_blocks))
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+def block_key(prefix: str, block: int) -> bytes:
+    """Return the key of one block."""
+    return hashlib.sha256(f"{prefix}/{block}".encode()).digest()
+
+
+def eventually(
+    condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = WAIT_S
+) -> None:
     """Wait until ``condition`` holds, asking often, and fail by name if it does not."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        if time.monotonic() > deadline:
+            what = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {timeout_s} s: {what}")
         pause.wait(0.01)
 
 
@@ -144,6 +153,7 @@ class Daemon(Child):
 
     def __init__(self, socket_path: str, *, size_bytes: int = SIZE_BYTES, **faults: object) -> None:
         self.socket_path = socket_path
+        self.baseline: dict[str, int] = {}
         options = {"socket_path": socket_path, "size_bytes": size_bytes, **faults}
         super().__init__("tests.faults.daemon_main", json.dumps(options))
 
@@ -151,6 +161,7 @@ class Daemon(Child):
         """Wait until clients may connect."""
         line = self.line()
         assert line["event"] == "ready", line
+        self.baseline = self.footprint()
         return self
 
     def admin(self) -> AdminClient:
@@ -171,6 +182,43 @@ class Daemon(Child):
         """Check the pool's invariants."""
         with self.admin() as admin:
             admin.check()
+
+    def footprint(self) -> dict[str, int]:
+        """Return all that clients can leave behind in the daemon, but for committed blocks."""
+        with self.admin() as admin:
+            status: dict[str, Any] = admin.status()
+            num_descriptors = len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        service, pool = status["service"], status["pool"]
+        return {
+            "reserved": pool["num_slots"]["reserved"],
+            "quarantined": pool["num_slots"]["quarantined"],
+            "leases": pool["num_leases"],
+            "sessions": pool["num_sessions"],
+            "orphans": len(service["orphans"]),
+            "clients": len(service["clients"]),
+            "descriptors": num_descriptors,
+            "internal_errors": service["internal_errors"],
+        }
+
+    def settle(self) -> None:
+        """Wait until nothing is left of clients that came after ``baseline`` was taken."""
+        eventually(
+            lambda: self.footprint() == self.baseline,
+            lambda: f"{self.footprint()} is {self.baseline} again",
+        )
+        self.check()
+
+    def arena_inode(self) -> int:
+        """Return what tells this daemon's arena from others in /proc."""
+        return next(_arena_descriptors(Path(f"/proc/{self.pid}"))).stat().st_ino
+
+    def stop(self) -> None:
+        """End in an orderly way and check that neither file nor memory is left."""
+        inode = self.arena_inode()
+        self.signal(signal.SIGTERM)
+        assert self.exit_code() == 0, self.errors()
+        assert list(Path(self.socket_path).parent.iterdir()) == []
+        assert arena_holders(inode) == set()
 
 
 class ClientProcess(Child):
@@ -210,6 +258,29 @@ class ClientProcess(Child):
             lambda: self.ask("lookup", prefix=prefix, num_blocks=num_blocks) == [num_blocks, "hit"],
             f"prefix {prefix} committed",
         )
+
+
+def arena_holders(inode: int) -> set[int]:
+    """Return the processes that have an arena mapped or open."""
+    holders: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            mapped = {
+                line.split()[4]
+                for line in (process / "maps").read_text().splitlines()
+                if ARENA_NAME in line
+            }
+            opened = {fd.stat().st_ino for fd in _arena_descriptors(process)}
+            if str(inode) in mapped or inode in opened:
+                holders.add(int(process.name))
+    return holders
+
+
+def _arena_descriptors(process: Path) -> Iterator[Path]:
+    for fd in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if ARENA_NAME in str(fd.readlink()):
+                yield fd
 
 
 def short_folder() -> tempfile.TemporaryDirectory[str]:

@@ -158,6 +158,14 @@ class Pool:
                     self._abort(lease)
                 self._end_ranks(lease, bit, now_ns=0)
 
+    def may_copy(self, session: int, rank: int) -> bool:
+        """Return whether ``rank`` of ``session`` has a lease that it has not finished."""
+        record = self._sessions.by_id.get(session)
+        if record is None:
+            return False
+        bit = _rank_bit(record, rank)
+        return any(lease.ranks & bit for lease in record.leases.values())
+
     # ------------------------------------------------------------ reading
 
     def lookup(self, namespace_id: int, keys: bytes, key_bytes: int) -> LookupResult:

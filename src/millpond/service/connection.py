@@ -196,6 +196,7 @@ class Connection:
     def _receive(self, deadline: float) -> bytes:
         """Return the next frame; there must never be more than one on its way."""
         while True:
+            self._socket.settimeout(_remaining(deadline))
             data = self._socket.recv(_RECEIVE_BYTES)
             if not data:
                 raise ConnectionResetError("the daemon closed it")
@@ -204,7 +205,6 @@ class Connection:
                 raise FrameError("more replies than requests")
             if frames:
                 return frames[0]
-            self._socket.settimeout(_remaining(deadline))
 
     def _receive_greeting(self, deadline: float) -> tuple[bytes, int | None]:
         """Return the first frame and the descriptor that came with it."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 from millpond.model.errors import InvariantBroken, LeaseUnknown
-from millpond.model.limits import FRAME_BYTES_MAX, KIB
+from millpond.model.limits import FRAME_BYTES_MAX, KIB, LEASES_PER_SESSION_MAX
 from millpond.pool.pool import Pool
 from millpond.service.framing import FrameError
 from millpond.service.peer import Peer
@@ -129,6 +129,9 @@ class Dispatch:
             return Reserved(
                 id=request.id, lease=None, first_block=request.first_block, reason="not-ready"
             )
+        num_parts = len(session.namespace.parts)
+        if len(request.parts) != num_parts:  # before any of them is unpacked
+            raise ValueError(f"{len(request.parts)} lists of blocks for {num_parts} parts")
         lease = self._pool.reserve(
             session.number,
             request.keys,
@@ -158,6 +161,8 @@ class Dispatch:
         session = self._session(peer, role, request)
         if request.rank is not None and session.workers.get(request.rank) is not peer:
             raise FrameError(f"a finish for rank {request.rank}, which is another's")
+        if len(request.leases) > LEASES_PER_SESSION_MAX:
+            raise FrameError(f"a finish of {len(request.leases)} leases")
         for lease_id in request.leases:
             try:
                 self._pool.finish(

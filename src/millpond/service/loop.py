@@ -7,8 +7,9 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -29,6 +30,13 @@ from millpond.service.sessions import Session, Sessions
 _LOG: Final = logging.getLogger(__name__)
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _TICK_NS: Final = 1_000_000_000
+_TURN_NS: Final = 5_000_000
+"""How long one connection is served before the others have their turn, but for one frame."""
+_REASON_LENGTH_MAX: Final = 512
+"""Characters that a refusal or a line of the log quotes of what a client said."""
+
+
+_T = TypeVar("_T")
 
 
 class _AnyHello(msgspec.Struct, tag="hello", tag_field="type"):
@@ -50,12 +58,20 @@ class Loop:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._peers: set[Peer] = set()
+        self._unserved: dict[Peer, None] = {}
+        """Those with frames that wait for an answer, in the order of their turns."""
         self._sessions = Sessions(pool, watch=self._watch, unwatch=self._unwatch)
         self._reports = Reports()
         self._dispatch = Dispatch(pool, self._sessions, self._reports, self.statistics)
         self._buffer = receive_buffer()
         self._started_ns = time.monotonic_ns()
-        self._counts = {"frames": 0, "bad_frames": 0, "refused": 0, "slow_peers_dropped": 0}
+        self._counts = {
+            "frames": 0,
+            "bad_frames": 0,
+            "refused": 0,
+            "slow_peers_dropped": 0,
+            "internal_errors": 0,
+        }
         self._accepting = False
         self._accept_again()
 
@@ -65,9 +81,11 @@ class Loop:
         try:
             next_tick_ns = time.monotonic_ns() + _TICK_NS
             while not stop.is_set():
-                wait_ns = max(0, next_tick_ns - time.monotonic_ns())
+                wait_ns = 0 if self._unserved else max(0, next_tick_ns - time.monotonic_ns())
                 for key, mask in self._selector.select(wait_ns / 1e9):
                     key.data(mask)
+                for peer in tuple(self._unserved):
+                    self._on_turn(peer)
                 if time.monotonic_ns() >= next_tick_ns:
                     self._tick(time.monotonic_ns())
                     next_tick_ns = time.monotonic_ns() + _TICK_NS
@@ -136,14 +154,21 @@ class Loop:
             self._refuse(peer, HandshakeRefused("full", "clients", message))
 
     def _on_peer(self, peer: Peer, mask: int) -> None:
-        """Serve one connection; whatever goes wrong in it ends it and no other."""
+        if mask & selectors.EVENT_READ and not peer.frames:
+            self._guarded(self._receive, peer)
+        if mask & selectors.EVENT_WRITE:
+            self._guarded(self._send, peer)
+
+    def _on_turn(self, peer: Peer) -> None:
+        self._guarded(self._serve, peer)
+        self._guarded(self._send, peer)
+
+    def _guarded(self, step: Callable[[Peer], None], peer: Peer) -> None:
+        """Do ``step`` for one connection; whatever goes wrong in it ends it and no other."""
         if peer.closed:  # by an event of the same round
             return
         try:
-            if mask & selectors.EVENT_READ:
-                self._receive(peer)
-            if not peer.closed:
-                self._send(peer)
+            step(peer)
         except InvariantBroken:
             raise
         except (FrameError, msgspec.MsgspecError) as error:
@@ -155,6 +180,7 @@ class Loop:
         except OSError as error:
             self._drop(peer, error.strerror or str(error))
         except Exception:  # noqa: BLE001 - the daemon outlives any one connection
+            self._counts["internal_errors"] += 1
             _LOG.exception("connection failed %s", peer.describe())
             self._drop(peer, "an error of the daemon's")
             self._pool.check_invariants()  # nothing may be served from a half-made change
@@ -181,23 +207,32 @@ class Loop:
 
     def _receive(self, peer: Peer) -> None:
         try:
-            frames = peer.receive(self._buffer)
+            is_open = peer.receive(self._buffer)
         except BlockingIOError:
             return
-        if frames is None:
+        if not is_open:
             self._drop(peer, "closed by peer")
-            return
-        for encoded in frames:
+        elif peer.frames:
+            self._unserved[peer] = None
+
+    def _serve(self, peer: Peer) -> None:
+        """Answer what has come, for one turn: one client's thousand requests delay no other."""
+        del self._unserved[peer]
+        turn_ends_ns = time.monotonic_ns() + _TURN_NS
+        while peer.frames and not peer.closed:
+            now_ns = time.monotonic_ns()
+            if now_ns >= turn_ends_ns:
+                self._unserved[peer] = None  # behind the others
+                return
+            encoded = peer.frames.popleft()
             self._counts["frames"] += 1
             if peer.hello is None:
                 self._greet(peer, encoded)
             else:
-                self._answer(peer, encoded)
-            if peer.closed:
-                return
+                self._answer(peer, encoded, now_ns)
 
-    def _answer(self, peer: Peer, encoded: bytes) -> None:
-        reply = self._dispatch.answer(peer, _REQUESTS.decode(encoded), time.monotonic_ns())
+    def _answer(self, peer: Peer, encoded: bytes, now_ns: int) -> None:
+        reply = self._dispatch.answer(peer, _decode(_REQUESTS, encoded), now_ns)
         if reply is None:
             return
         try:
@@ -242,9 +277,10 @@ class Loop:
     def _refuse(self, peer: Peer, refusal: HandshakeRefused) -> None:
         """Say why, as far as the peer listens, and hang up."""
         self._counts["refused"] += 1
-        _LOG.warning("client refused pid=%d reason=%s", peer.credentials.pid, refusal)
+        message = str(refusal)[:_REASON_LENGTH_MAX]
+        _LOG.warning("client refused pid=%d reason=%s", peer.credentials.pid, _one_line(message))
         with contextlib.suppress(OSError):
-            peer.reply(Refused(code=refusal.code, field=refusal.field, message=str(refusal)))
+            peer.reply(Refused(code=refusal.code, field=refusal.field, message=message))
             peer.flush()
         self._drop(peer, f"refused: {refusal.code}")
 
@@ -259,7 +295,7 @@ class Loop:
 
     def _drop(self, peer: Peer, reason: str) -> None:
         """End a connection, and with it the session it is a member of."""
-        _LOG.info("client left %s reason=%s", peer.describe(), reason)
+        _LOG.info("client left %s reason=%s", peer.describe(), _one_line(reason))
         session = self._sessions.of(peer)
         if session is None:
             self._forget(peer)
@@ -272,6 +308,7 @@ class Loop:
 
     def _forget(self, peer: Peer) -> None:
         self._peers.discard(peer)
+        self._unserved.pop(peer, None)
         self._selector.unregister(peer.socket)
         peer.close()
 
@@ -311,11 +348,24 @@ def _wake_up(_mask: int) -> None:
 
 def _decode_hello(encoded: bytes) -> Hello:
     """Decode the first frame; a hello of another version is refused by name, not as garbage."""
-    version = _ANY_HELLO.decode(encoded).protocol_version
+    version = _decode(_ANY_HELLO, encoded).protocol_version
     if version != PROTOCOL_VERSION:
         message = f"the pool speaks protocol version {PROTOCOL_VERSION}, the client {version}"
         raise HandshakeRefused("version", "protocol_version", message)
-    hello = _REQUESTS.decode(encoded)
+    hello = _decode(_REQUESTS, encoded)
     if not isinstance(hello, Hello):
         raise FrameError(f"a {type(hello).__name__} before the hello")
     return hello
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[_T]", encoded: bytes) -> _T:
+    """Decode a frame; what is nested too deeply is as bad a frame as any."""
+    try:
+        return decoder.decode(encoded)
+    except RecursionError as error:
+        raise FrameError("nested too deeply") from error
+
+
+def _one_line(text: str) -> str:
+    """Return the beginning of what a client may have chosen, fit for one line of the log."""
+    return repr(text[:_REASON_LENGTH_MAX])[1:-1]

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import deque
 from typing import Final
 
 import msgspec
@@ -37,6 +38,8 @@ class Peer:
         self.process: Process | None = None
         self.descriptors: list[int] = []
         """Received with the handshake and not claimed yet."""
+        self.frames: deque[bytes] = deque()
+        """Received and not answered yet; no more is received before they are."""
         self.closed = False
         self._decoder = FrameDecoder()
         self._output = bytearray()
@@ -55,8 +58,8 @@ class Peer:
         """Replies that the kernel has not taken yet."""
         return len(self._output)
 
-    def receive(self, buffer: bytearray) -> list[bytes] | None:
-        """Return the frames that have come, or None at the end of the stream.
+    def receive(self, buffer: bytearray) -> bool:
+        """Add the frames that have come to ``frames``; return False at the end of the stream.
 
         ``buffer`` is scratch space. Raises ``FrameError`` and ``OSError``.
         """
@@ -67,9 +70,11 @@ class Peer:
             self.descriptors += fds
             if flags & socket.MSG_CTRUNC or len(self.descriptors) > _DESCRIPTORS_MAX:
                 raise OSError("more descriptors than a handshake has")
-            return self._decoder.feed(data) if data else None
+            self.frames += self._decoder.feed(data)
+            return bool(data)
         num_bytes = self.socket.recv_into(buffer)
-        return self._decoder.feed(memoryview(buffer)[:num_bytes]) if num_bytes else None
+        self.frames += self._decoder.feed(memoryview(buffer)[:num_bytes])
+        return num_bytes > 0
 
     def reply(self, message: Reply) -> None:
         """Queue ``message``; ``ValueError`` when it is too large for a frame.

@@ -9,6 +9,8 @@ from millpond.service.protocol import Report
 
 _NAMES_MAX: Final = 1024
 """Replica names that totals are kept for, and writers for each; the least recent goes first."""
+_TOKENS_MAX: Final = 2**40
+"""Of one request; sums of them stay numbers that a frame can carry."""
 REPORTS_REPLIED_MAX: Final = 1000
 
 
@@ -80,6 +82,8 @@ def _check(report: Report) -> None:
     sources = (report.computed_tokens, report.local_tokens, report.loaded_tokens)
     if min(sources) < 0 or sum(sources) != report.prompt_tokens:
         raise ValueError(f"{sources} do not sum to {report.prompt_tokens} prompt tokens")
+    if report.prompt_tokens > _TOKENS_MAX:
+        raise ValueError(f"{report.prompt_tokens} prompt tokens, at most {_TOKENS_MAX}")
     written = report.writers.values()
     if any(tokens < 0 for tokens in written) or sum(written) != report.loaded_tokens:
         raise ValueError(f"writers do not sum to {report.loaded_tokens} loaded tokens")

@@ -6,7 +6,8 @@
     afterwards               a rank's slots stay out of use until its process is dead or says,
                              in a later hello, that it has drained
 
-A rank that never joined has never copied. While the session is incomplete nothing is granted.
+A rank that never joined, or has finished all its leases, has nothing to drain. While the
+session is incomplete nothing is granted.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import Final
 import msgspec
 
 from millpond.model.errors import HandshakeRefused
-from millpond.model.limits import NAME_LENGTH_MAX, STRING_LENGTH_MAX
+from millpond.model.limits import CLIENTS_MAX, NAME_LENGTH_MAX, STRING_LENGTH_MAX
 from millpond.model.namespace import FieldDifference, Namespace, check_parts
 from millpond.pool.pool import Pool
 from millpond.service.peer import Peer
@@ -30,6 +31,9 @@ _VALUE_LENGTH_MAX: Final = 512
 """Characters of a value told of in a welcome."""
 _DRAINED_MAX: Final = 1024
 """Earlier sessions named in one hello."""
+_ORPHANS_MAX: Final = CLIENTS_MAX
+"""Ranks of ended sessions that may still copy; each costs a descriptor. Beyond it, no new
+session is opened."""
 
 
 class Session:
@@ -107,6 +111,9 @@ class Sessions:
                 )
             if other.hello.session_key == hello.session_key:
                 raise HandshakeRefused("taken", "session_key", "the session is open already")
+        if len(self._orphans) >= _ORPHANS_MAX:
+            message = f"{len(self._orphans)} processes of ended sessions have not drained"
+            raise HandshakeRefused("full", "drained", message)
         process = _process(peer)
         try:
             namespace_id = self._pool.add_namespace(namespace)
@@ -151,7 +158,7 @@ class Sessions:
             worker = session.workers.get(rank)
             if worker is None or worker.process is None:
                 self._pool.drain_rank(session.number, rank)
-            else:
+            elif self._pool.may_copy(session.number, rank):
                 self._orphans.add(session.number, rank, worker.process)
         for peer in session.members:
             peer.session = None
@@ -221,7 +228,9 @@ def _checked_namespace(hello: Hello) -> Namespace:
     check_hello(hello)
     if hello.namespace is None:
         raise _invalid("namespace", "missing")
-    for field, value in msgspec.structs.asdict(hello.namespace).items():
+    texts = [*msgspec.structs.asdict(hello.namespace).items()]
+    texts += [("parts", part.name) for part in hello.namespace.parts]
+    for field, value in texts:
         if isinstance(value, str) and len(value) > STRING_LENGTH_MAX:
             raise _invalid(field, f"{len(value)} characters, at most {STRING_LENGTH_MAX}")
     try:

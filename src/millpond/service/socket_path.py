@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from millpond.model.errors import SocketUnusable
+from millpond.model.limits import CLIENTS_MAX
 from millpond.service.peercred import peer_credentials
 
 _PATH_BYTES_MAX: Final = 107
 """``sun_path`` holds 108 bytes with its final zero."""
-_BACKLOG: Final = 128
+_BACKLOG: Final = CLIENTS_MAX
+"""A connect beyond it fails at once, although the daemon lives."""
 
 
 class SocketClaim:
