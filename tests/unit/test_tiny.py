@@ -17,10 +17,11 @@ from millpond.launch.tiny import (
     TinyModel,
     make_attention,
     make_hybrid,
+    make_sliding,
 )
 
 Make = Callable[..., TinyModel]
-both = pytest.mark.parametrize("make", [make_hybrid, make_attention])
+each = pytest.mark.parametrize("make", [make_hybrid, make_attention, make_sliding])
 
 
 def contents(model: TinyModel) -> dict[str, bytes]:
@@ -47,18 +48,18 @@ def tensors(model: TinyModel) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-@both
+@each
 def test_the_same_seed_writes_the_same_bytes(make: Make, tmp_path: Path) -> None:
     assert contents(make(tmp_path / "one", seed=5)) == contents(make(tmp_path / "two", seed=5))
 
 
-@both
+@each
 def test_another_seed_changes_the_weights_and_nothing_else(make: Make, tmp_path: Path) -> None:
     one, other = contents(make(tmp_path / "1", seed=1)), contents(make(tmp_path / "2", seed=2))
     assert {name for name in one if one[name] != other[name]} == {"model.safetensors"}
 
 
-@both
+@each
 def test_a_model_of_that_size_is_written(make: Make, tmp_path: Path) -> None:
     model = make(tmp_path, seed=1)
     config = json.loads((model.path / "config.json").read_text())
@@ -74,6 +75,15 @@ def test_the_hybrid_has_three_state_layers_to_one_attention_layer(tmp_path: Path
     config = json.loads((make_hybrid(tmp_path, seed=1).path / "config.json").read_text())
     assert config["layer_types"].count("linear_attention") == 6
     assert config["layer_types"].count("full_attention") == 2
+
+
+def test_the_sliding_model_has_five_windows_to_one_attention_layer(tmp_path: Path) -> None:
+    config = json.loads(
+        (make_sliding(tmp_path, seed=1, window=300).path / "config.json").read_text()
+    )
+    assert config["layer_types"].count("sliding_attention") == 5
+    assert config["layer_types"].count("full_attention") == 1
+    assert config["sliding_window"] == 300
 
 
 def test_states_decay_slowly_and_matrices_keep_the_scale(tmp_path: Path) -> None:

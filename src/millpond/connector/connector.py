@@ -44,7 +44,6 @@ from millpond.connector.worker import WorkerSide
 from millpond.model.errors import ExpectedError, UnsupportedEngine
 from millpond.service.client import AdminClient, ReplicaIdentity, SchedulerClient
 from millpond.transfer import CopyEngine, CpuCopyEngine
-from millpond.transfer.cuda import CudaCopyEngine
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -288,5 +287,7 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
 def _copy_engine(config: ConnectorConfig) -> CopyEngine:
     """Return the copy engine of the device on which this worker's pages are."""
     if current_platform.is_cuda():
+        from millpond.transfer.cuda import CudaCopyEngine  # needs Triton: not on a CPU
+
         return CudaCopyEngine(torch.device("cuda", torch.cuda.current_device()))
     return CpuCopyEngine(delay_s=config.copy_delay_s)

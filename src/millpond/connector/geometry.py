@@ -2,7 +2,8 @@
 
     vLLM group                        part of a block        coverage
     full attention                    "attention"            every block of the prefix
-    sliding window of w tokens        "window-w"             the last ceil((w - 1) / block)
+    sliding window of w tokens        "window-w"             the last ceil((w - 1) / block),
+                                                             of each the last w - 1 tokens
     recurrent (gated delta net, …)    "state"                the last block
 
 Groups that map to one part lie together in its slots.
@@ -18,7 +19,9 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -69,6 +72,7 @@ class EngineLayout:
 def engine_layout(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> EngineLayout:
     """Return the layout, or raise ``UnsupportedEngine`` with what stands in the way."""
     _check_parallelism(vllm_config)
+    _check_names_of_inputs(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise UnsupportedEngine("the model keeps no key/value state: there is nothing to share")
@@ -87,8 +91,8 @@ def engine_layout(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> En
             for index in indices
             for layer in groups[index].layer_names
         )
-        whole = coverage is not Coverage.LAST
-        blocks = {index: block_tokens // tokens[index] if whole else 1 for index in indices}
+        reach = _reach_tokens(groups[indices[0]], coverage, block_tokens)
+        blocks = {i: min(block_tokens // tokens[i], math.ceil(reach / tokens[i])) for i in indices}
         parts.append(PartLayout(name, layers, blocks))
     return EngineLayout(
         block_tokens=block_tokens,
@@ -98,6 +102,20 @@ def engine_layout(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> En
         coverages=tuple(key[1] for key, _ in ordered),
         windows=tuple(key[2] for key, _ in ordered),
     )
+
+
+def _reach_tokens(group: KVCacheGroupSpec, coverage: Coverage, block_tokens: int) -> int:
+    """Return how many tokens before a block's end a request that resumes there may look at.
+
+    A window that is shorter than a block never needs the block's first pages, and the engine
+    has dropped them by the time that the block is full.
+    """
+    spec = versions.layer_spec(group.kv_cache_spec, group.layer_names[0])
+    if coverage is Coverage.LAST:
+        return 1
+    if isinstance(spec, SlidingWindowSpec):
+        return max(1, min(block_tokens, spec.sliding_window - 1))
+    return block_tokens
 
 
 _COVERAGE_ORDER = (Coverage.EVERY, Coverage.WINDOW, Coverage.LAST)
@@ -165,8 +183,9 @@ def _memory_of(layer: LayerPages, tensors: list[torch.Tensor], num_blocks: int) 
 def _part_of(
     group: KVCacheGroupSpec, block_tokens: int, hash_tokens: int
 ) -> tuple[str, Coverage, int | None]:
-    spec = versions.layer_spec(group.kv_cache_spec, group.layer_names[0])
-    if isinstance(spec, MambaSpec):
+    # Exact types: a subclass keeps its pages by rules of its own, which are not known here.
+    spec: KVCacheSpec = versions.layer_spec(group.kv_cache_spec, group.layer_names[0])
+    if type(spec) is MambaSpec:
         if spec.mamba_cache_mode != "align":
             raise UnsupportedEngine(
                 f"recurrent states are kept in mode {spec.mamba_cache_mode!r}, which has none "
@@ -183,10 +202,10 @@ def _part_of(
                 f"{spec.block_size}: unset prefix_match_unit"
             )
         return ("state", Coverage.LAST, None)
-    if isinstance(spec, SlidingWindowSpec):
+    if type(spec) is SlidingWindowSpec:
         window = math.ceil((spec.sliding_window - 1) / block_tokens)
         return (f"window-{spec.sliding_window}", Coverage.WINDOW, max(1, window))
-    if isinstance(spec, FullAttentionSpec):
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ("attention", Coverage.EVERY, None)
     raise UnsupportedEngine(f"key/value state of kind {type(spec).__name__} is not supported")
 
@@ -206,3 +225,18 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, name, 1)
         if size != 1:
             raise UnsupportedEngine(f"{name} is {size}: Millpond serves engines with 1")
+
+
+def _check_names_of_inputs(vllm_config: VllmConfig) -> None:
+    """Refuse an engine that numbers its images: two replicas give one number to two images."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if (
+        multimodal is not None
+        and multimodal.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        raise UnsupportedEngine(
+            "without a processor cache and without prefix caching the engine does not name "
+            "multimodal inputs by their content: unset --mm-processor-cache-gb 0 or start it with "
+            "--enable-prefix-caching"
+        )

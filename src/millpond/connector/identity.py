@@ -76,13 +76,20 @@ def fingerprint(vllm_config: VllmConfig) -> str:
     load_format = str(vllm_config.load_config.load_format)
     if "dummy" in load_format:
         digest.update(f"dummy {model.seed}".encode())
-    root = Path(str(model.model))
-    if root.is_dir():
-        for path in sorted(root.rglob("*")):
-            if path.suffix in _WEIGHT_SUFFIXES:
-                digest.update(str(path.relative_to(root)).encode())
-                digest.update(_sample(path))
+    digest.update(weights_digest(Path(str(model.model))))
     return digest.hexdigest()
+
+
+def weights_digest(root: Path) -> bytes:
+    """Return a digest of the weight files below ``root``; empty where that is no folder."""
+    if not root.is_dir():
+        return b""
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in _WEIGHT_SUFFIXES:
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(_sample(path))
+    return digest.digest()
 
 
 def _sample(path: Path) -> bytes:

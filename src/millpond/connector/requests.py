@@ -1,5 +1,6 @@
 """What the scheduler's side remembers of one request."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ class Pinned:
 class RequestState:
     """One request from its first lookup to the last copy of its blocks.
 
+    ``adapter`` is the digest of its LoRA adapter, empty without one.
     ``tables[g]`` is group g's block table as scheduled so far (0: the null block).
     ``num_offered`` blocks have been offered to the pool, ``num_reached`` have been computed
     when some step was planned: states and windows of blocks before that may be recycled.
@@ -30,6 +32,7 @@ class RequestState:
 
     request: Request
     skips_pool: bool
+    adapter: bytes = b""
     keys: bytearray = field(default_factory=bytearray)
     key_bytes: int = 0
     tables: list[list[int]] = field(default_factory=list[list[int]])
@@ -52,9 +55,11 @@ class RequestState:
         num_blocks = len(hashes) // per_block
         for block in range(num_known, num_blocks):
             # The hash is chained: the last one of a block names the whole prefix up to there.
-            self.keys += hashes[(block + 1) * per_block - 1]
-        if num_blocks and not self.key_bytes:
-            self.key_bytes = len(hashes[per_block - 1])
+            key = hashes[(block + 1) * per_block - 1]
+            if self.adapter:
+                key = hashlib.sha256(key + self.adapter).digest()
+            self.keys += key
+            self.key_bytes = len(key)
         return max(num_known, num_blocks)
 
     def prefix(self, num_blocks: int) -> bytes:
@@ -67,9 +72,13 @@ SKIP_VALUE = "off"
 
 
 def skips_pool(request: Request) -> bool:
-    """Say whether the user asked this request to leave the pool alone.
+    """Say whether this request leaves the pool alone.
 
-    ``"kv_transfer_params": {"millpond": "off"}`` in the body of a completion request.
+    Because its user asked for it, by ``"kv_transfer_params": {"millpond": "off"}`` in the body
+    of a completion request; or because its prompt comes in pieces (``resumable``), between
+    which the engine takes back tokens, and with them hashes that were given out before.
     """
+    if request.resumable:
+        return True
     parameters: dict[str, Any] | None = request.kv_transfer_params
     return bool(parameters) and parameters.get(SKIP_PARAMETER) == SKIP_VALUE

@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from millpond.connector.adapters import Adapters
 from millpond.connector.geometry import EngineLayout
 from millpond.connector.link import Link
 from millpond.connector.metadata import Job, PartJob, StepMetadata, StepResults
@@ -78,6 +79,7 @@ class SchedulerSide:
         self._delayed: set[str] = set()
         self._failed_loads: set[str] = set()
         self._next_job_id = 0
+        self._adapters = Adapters()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Take the engine's block pool, through which blocks are held while they are copied."""
@@ -405,7 +407,7 @@ class SchedulerSide:
     def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None or state.is_finished:
-            state = RequestState(request, skips_pool(request))
+            state = RequestState(request, skips_pool(request), self._adapters.digest(request))
             self._states[request.request_id] = state
         return state
 

@@ -46,8 +46,9 @@ class LayerPages:
 class PartLayout:
     """How one rank's slice of a slot is filled.
 
-    ``blocks[g]`` is how many engine blocks of group g make one block of Millpond; for a
-    recurrent state it is 1, whatever the block's length, for only its last one is kept.
+    ``blocks[g]`` is how many engine blocks of group g are kept of one block of Millpond, its
+    last ones: all of them for full attention, 1 for a recurrent state, and as many as can be
+    looked back at for a sliding window.
     """
 
     name: str
