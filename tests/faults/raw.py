@@ -52,7 +52,8 @@ class RawClient:
         """Send one message together with descriptors."""
         data = frame(msgspec.msgpack.encode(message))
         num_sent = socket.send_fds(self.socket, [data], fds)
-        self.socket.sendall(data[num_sent:])
+        if num_sent < len(data):
+            self.socket.sendall(data[num_sent:])
 
     def greet(self, hello: Hello) -> Any:  # noqa: ANN401
         """Shake hands with an own pidfd; return the reply."""

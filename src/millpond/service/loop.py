@@ -59,7 +59,7 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._peers: set[Peer] = set()
         self._unserved: dict[Peer, None] = {}
-        """Those with frames that wait for an answer, in the order of their turns."""
+        """Those whose turn ended before all their frames were answered; who waits longest first."""
         self._sessions = Sessions(pool, watch=self._watch, unwatch=self._unwatch)
         self._reports = Reports()
         self._dispatch = Dispatch(pool, self._sessions, self._reports, self.statistics)
@@ -81,10 +81,11 @@ class Loop:
         try:
             next_tick_ns = time.monotonic_ns() + _TICK_NS
             while not stop.is_set():
-                wait_ns = 0 if self._unserved else max(0, next_tick_ns - time.monotonic_ns())
+                waiting = tuple(self._unserved)
+                wait_ns = 0 if waiting else max(0, next_tick_ns - time.monotonic_ns())
                 for key, mask in self._selector.select(wait_ns / 1e9):
                     key.data(mask)
-                for peer in tuple(self._unserved):
+                for peer in waiting:
                     self._on_turn(peer)
                 if time.monotonic_ns() >= next_tick_ns:
                     self._tick(time.monotonic_ns())
@@ -156,7 +157,8 @@ class Loop:
     def _on_peer(self, peer: Peer, mask: int) -> None:
         if mask & selectors.EVENT_READ and not peer.frames:
             self._guarded(self._receive, peer)
-        if mask & selectors.EVENT_WRITE:
+            self._on_turn(peer)
+        elif mask & selectors.EVENT_WRITE:
             self._guarded(self._send, peer)
 
     def _on_turn(self, peer: Peer) -> None:
@@ -212,12 +214,10 @@ class Loop:
             return
         if not is_open:
             self._drop(peer, "closed by peer")
-        elif peer.frames:
-            self._unserved[peer] = None
 
     def _serve(self, peer: Peer) -> None:
         """Answer what has come, for one turn: one client's thousand requests delay no other."""
-        del self._unserved[peer]
+        self._unserved.pop(peer, None)
         turn_ends_ns = time.monotonic_ns() + _TURN_NS
         while peer.frames and not peer.closed:
             now_ns = time.monotonic_ns()
