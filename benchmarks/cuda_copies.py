@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ import torch
 from millpond.arena.arena import Arena
 from millpond.arena.touch import touch
 from millpond.transfer import Copies, Direction
-from millpond.transfer.cuda import CudaCopyEngine
+from millpond.transfer.cuda import KERNEL_BELOW_BYTES, CudaCopyEngine
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAGES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
@@ -33,20 +34,28 @@ class Bench:
     """An arena, a buffer on the GPU as large, and an engine between them."""
 
     def __init__(self, num_bytes: int) -> None:
+        self.device = torch.device("cuda", 0)
         self.num_bytes = num_bytes
         self.arena, fd = Arena.create(size_bytes=2 * num_bytes, extent_bytes=num_bytes, epoch=1)
         started = time.monotonic()
         touch(self.arena, fd, stop=threading.Event(), on_progress=lambda _: None)
         self.touch_s = time.monotonic() - started
         self.gpu = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
-        self.engine = CudaCopyEngine(torch.device("cuda", 0))
+        self.engine = CudaCopyEngine(self.device)
         started = time.monotonic()
-        self.engine.adopt(self.arena)
-        while not self.engine.is_ready(2 * num_bytes):
-            time.sleep(0.01)
-            if time.monotonic() - started > WAIT_S:
-                sys.exit("the arena was not registered in time")
+        self.use(KERNEL_BELOW_BYTES)
         self.register_s = time.monotonic() - started
+
+    def use(self, kernel_below_bytes: int) -> None:
+        """Go on with an engine that moves pages below that size by the kernel."""
+        self.engine.close(WAIT_S)
+        self.engine = CudaCopyEngine(self.device, kernel_below_bytes=kernel_below_bytes)
+        self.engine.adopt(self.arena)
+        deadline = time.monotonic() + WAIT_S
+        while not self.engine.is_ready(2 * self.num_bytes):
+            time.sleep(0.01)
+            if time.monotonic() > deadline:
+                sys.exit("the arena was not registered in time")
 
     def copies(self, direction: Direction, page: int, half: int, seed: int) -> Copies:
         """Return copies of all pages of one half, in two random orders."""
@@ -98,7 +107,11 @@ def link(bench: Bench) -> dict[str, float]:
     }
 
 
-def by_page(bench: Bench, ceilings: dict[str, float]) -> list[dict[str, object]]:
+ENGINES = {"copy engines": 0, "kernel": 2**62}
+
+
+def by_page(bench: Bench, ceilings: dict[str, float], name: str) -> list[dict[str, object]]:
+    bench.use(ENGINES[name])
     rows: list[dict[str, object]] = []
     n = bench.num_bytes / 1e9
     for page in PAGES:
@@ -115,10 +128,10 @@ def by_page(bench: Bench, ceilings: dict[str, float]) -> list[dict[str, object]]
                 )
             ),
         }
-        row: dict[str, object] = {"page_kib": page // KIB}
-        for name, value in figures.items():
-            row[f"{name}_gb_s"] = round(value, 1)
-            row[f"{name}_link_ratio"] = round(value / ceilings[name], 3)
+        row: dict[str, object] = {"engine": name, "page_kib": page // KIB}
+        for way, value in figures.items():
+            row[f"{way}_gb_s"] = round(value, 1)
+            row[f"{way}_link_ratio"] = round(value / ceilings[way], 3)
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -177,15 +190,19 @@ def main() -> None:
     bench = Bench(int(options.gib * GIB))
     ceilings = link(bench)
     print(json.dumps({"link_gb_s": {k: round(v, 1) for k, v in ceilings.items()}}), flush=True)
-    figures = {
+    figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(0),
         "touch_s": round(bench.touch_s, 2),
         "register_s": round(bench.register_s, 2),
         "link_gb_s": {k: round(v, 1) for k, v in ceilings.items()},
-        "pages": by_page(bench, ceilings),
-        "enqueue_16000_pages_ms": round(enqueue_ms(bench), 2),
-        "matmul_beside_store_ratio": matmul_ratio(bench),
+        "pages": [row for name in ENGINES for row in by_page(bench, ceilings, name)],
+        "enqueue_16000_pages_ms": {},
+        "matmul_beside_store_ratio": {},
     }
+    for name, below in ENGINES.items():
+        bench.use(below)
+        figures["enqueue_16000_pages_ms"][name] = round(enqueue_ms(bench), 2)
+        figures["matmul_beside_store_ratio"][name] = matmul_ratio(bench)
     print(json.dumps(figures))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")

@@ -20,14 +20,27 @@ SPIN_CYCLES = 300_000_000
 WAIT_S = 60.0
 
 
-@pytest.fixture
-def engine() -> "Iterator[tuple[CudaCopyEngine, Arena]]":
+@pytest.fixture(params=["copy engines", "kernel"])
+def engine(request: pytest.FixtureRequest) -> "Iterator[tuple[CudaCopyEngine, Arena]]":
+    below = PAGE + 1 if request.param == "kernel" else 0
     arena, _ = Arena.create(size_bytes=NUM_BYTES, extent_bytes=NUM_BYTES, epoch=1)
-    made = CudaCopyEngine(torch.device("cuda", 0))
+    made = CudaCopyEngine(torch.device("cuda", 0), kernel_below_bytes=below)
     made.adopt(arena)
     registered = made._registration
     assert registered is not None
     assert registered.wait(WAIT_S)
+    # Load the kernel and every library before anything is timed or delayed.
+    gpu = torch.zeros(NUM_BYTES // 8, dtype=torch.int64, device="cuda")
+    for direction in Direction:
+        warm = threading.Event()
+        made.submit(
+            direction,
+            pages(direction, arena, gpu),
+            after=made.fence(),
+            keep_alive=arena,
+            on_done=lambda _, warm=warm: warm.set(),
+        )
+        assert warm.wait(WAIT_S)
     yield made, arena
     assert made.close(WAIT_S)
 

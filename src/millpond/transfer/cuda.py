@@ -14,18 +14,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
 import torch
 
 from millpond.arena.arena import Arena
+from millpond.model.limits import KIB
 from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.engine import Fence, Ticket
+from millpond.transfer.kernel import KernelCopier, can_copy
 from millpond.transfer.registration import Registration
 
 logger = logging.getLogger("vllm.millpond")
 
 _UNDO_S = 60.0
+
+KERNEL_BELOW_BYTES: Final = 512 * KIB
+"""Pages smaller than this are moved by the kernel, larger ones by the copy engines."""
+_KERNEL_PROGRAMS: Final = 32
+"""Programs of the kernel, each on one of the GPU's 132 multiprocessors (H200)."""
 
 
 class CudaFence:
@@ -53,7 +62,11 @@ class _InFlight:
 class _Lane:
     """One direction: its stream, and the thread that waits for what was enqueued on it."""
 
-    def __init__(self, direction: Direction, device: torch.device, priority: int) -> None:
+    def __init__(
+        self, direction: Direction, device: torch.device, priority: int, kernel_below_bytes: int
+    ) -> None:
+        self._kernel = KernelCopier(device, _KERNEL_PROGRAMS)
+        self._kernel_below_bytes = kernel_below_bytes
         self.stream = torch.cuda.Stream(device=device, priority=priority)
         self._device = device
         self._direction = direction
@@ -83,8 +96,9 @@ class _Lane:
         # must not write before the kernels that read or zero its pages (E3).
         self.stream.wait_event(after)
         error: str | None = None
+        staged: list[object] = []
         try:
-            _enqueue(copies, self.stream.cuda_stream)
+            staged = self._enqueue(copies)
         except cudart.CudaFailed as failure:
             error = str(failure)
         # guards: "done" must not precede the last byte (E2, E4): the event stands behind the
@@ -96,12 +110,28 @@ class _Lane:
             started_ns=started_ns,
             end=end,
             error=error,
-            keep_alive=(keep_alive, copies),
+            keep_alive=(keep_alive, copies, staged),
             on_done=on_done,
         )
         with self._changed:
             self._in_flight.append(item)
             self._changed.notify_all()
+
+    def _enqueue(self, copies: Copies) -> list[object]:
+        """Enqueue the copies on the lane's stream; keep what is returned until they end."""
+        staged: list[object] = []
+        rest = np.ones(len(copies.lengths), np.bool_)
+        for length in np.unique(copies.lengths).tolist():
+            chosen = copies.lengths == length
+            sources, targets = copies.sources[chosen], copies.targets[chosen]
+            if length < self._kernel_below_bytes and can_copy(sources, targets, length):
+                staged.append(self._kernel.enqueue(sources, targets, length, self.stream))
+                rest &= ~chosen
+        large = Copies(copies.sources[rest], copies.targets[rest], copies.lengths[rest])
+        if len(large.lengths):
+            _enqueue_copies(large, self.stream.cuda_stream)
+            staged.append(large)
+        return staged
 
     def wait_idle(self, deadline_s: float) -> bool:
         with self._changed:
@@ -139,12 +169,14 @@ class _Lane:
 class CudaCopyEngine:
     """A ``CopyEngine`` for one GPU; memory in the arena must be registered first."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, kernel_below_bytes: int = KERNEL_BELOW_BYTES
+    ) -> None:
         self._registration: Registration | None = None
         # Lower numbers go first: what a request waits for before what may be of use later.
         self._lanes = {
-            Direction.LOAD: _Lane(Direction.LOAD, device, priority=-1),
-            Direction.STORE: _Lane(Direction.STORE, device, priority=0),
+            Direction.LOAD: _Lane(Direction.LOAD, device, -1, kernel_below_bytes),
+            Direction.STORE: _Lane(Direction.STORE, device, 0, kernel_below_bytes),
         }
 
     def fence(self) -> Fence:
@@ -194,9 +226,8 @@ class CudaCopyEngine:
         return is_closed
 
 
-def _enqueue(copies: Copies, stream: int) -> None:
-    if not len(copies.lengths):
-        return
+def _enqueue_copies(copies: Copies, stream: int) -> None:
+    """Hand copies to the driver's copy engines, in one call where it has one for many."""
     if cudart.has_batch_copy():
         cudart.copy_batch(copies.sources, copies.targets, copies.lengths, stream)
         return
