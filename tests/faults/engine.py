@@ -99,18 +99,30 @@ class Engine:
     workers: list[WorkerClient] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        me = self.kind.identity(self.replica, self.session_key or self.replica)
-        self.scheduler = SchedulerClient.connect(self.socket_path, me)
+        self.connect_scheduler()
         try:
             for rank in range(self.kind.num_ranks):
-                worker = WorkerClient.connect(
-                    self.socket_path, me, rank=rank, drained=self.drained, arena=self.arena
-                )
-                self.workers.append(worker)
-                self.arena = worker.arena
+                self.connect_worker(rank)
         except BaseException:
             self.disconnect()
             raise
+
+    def connect_scheduler(self) -> None:
+        """Open the session."""
+        self.scheduler = SchedulerClient.connect(self.socket_path, self.identity)
+
+    def connect_worker(self, rank: int) -> None:
+        """Join the session as one rank."""
+        worker = WorkerClient.connect(
+            self.socket_path, self.identity, rank=rank, drained=self.drained, arena=self.arena
+        )
+        self.workers.append(worker)
+        self.arena = worker.arena
+
+    @property
+    def identity(self) -> ReplicaIdentity:
+        """Who this engine is."""
+        return self.kind.identity(self.replica, self.session_key or self.replica)
 
     def __enter__(self) -> Self:
         return self

@@ -62,6 +62,8 @@ class Loop:
         """Those whose turn ended before all their frames were answered; who waits longest first."""
         self._sessions = Sessions(pool, watch=self._watch, unwatch=self._unwatch)
         self._reports = Reports()
+        self._endings: list[Callable[[], None]] = []
+        """Ends of streams and processes that were seen in this round."""
         self._dispatch = Dispatch(pool, self._sessions, self._reports, self.statistics)
         self._buffer = receive_buffer()
         self._started_ns = time.monotonic_ns()
@@ -87,6 +89,7 @@ class Loop:
                     key.data(mask)
                 for peer in waiting:
                     self._on_turn(peer)
+                self._end_what_ended()
                 if time.monotonic_ns() >= next_tick_ns:
                     self._tick(time.monotonic_ns())
                     next_tick_ns = time.monotonic_ns() + _TICK_NS
@@ -188,6 +191,19 @@ class Loop:
             self._pool.check_invariants()  # nothing may be served from a half-made change
 
     def _on_death(self, process: Process, _mask: int) -> None:
+        self._endings.append(partial(self._died, process))
+
+    def _end_what_ended(self) -> None:
+        """End sessions after all else of a round.
+
+        What a process has sent before it, or another of its session, ended is there to be read
+        in the same round: its last finishes count.
+        """
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
+
+    def _died(self, process: Process) -> None:
         if process.closed:
             return
         session = self._sessions.process_died(process)
@@ -213,7 +229,7 @@ class Loop:
         except BlockingIOError:
             return
         if not is_open:
-            self._drop(peer, "closed by peer")
+            self._endings.append(partial(self._drop, peer, "closed by peer"))
 
     def _serve(self, peer: Peer) -> None:
         """Answer what has come, for one turn: one client's thousand requests delay no other."""
@@ -295,6 +311,8 @@ class Loop:
 
     def _drop(self, peer: Peer, reason: str) -> None:
         """End a connection, and with it the session it is a member of."""
+        if peer.closed:
+            return
         _LOG.info("client left %s reason=%s", peer.describe(), _one_line(reason))
         session = self._sessions.of(peer)
         if session is None:
