@@ -22,7 +22,7 @@ import torch
 from millpond.arena.arena import Arena
 from millpond.arena.touch import touch
 from millpond.transfer import Copies, Direction
-from millpond.transfer.cuda import KERNEL_BELOW_BYTES, CudaCopyEngine
+from millpond.transfer.cuda import CudaCopyEngine
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAGES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
@@ -43,13 +43,15 @@ class Bench:
         self.gpu = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
         self.engine = CudaCopyEngine(self.device)
         started = time.monotonic()
-        self.use(KERNEL_BELOW_BYTES)
+        self.use(0)
         self.register_s = time.monotonic() - started
 
-    def use(self, kernel_below_bytes: int) -> None:
+    def use(self, below: int) -> None:
         """Go on with an engine that moves pages below that size by the kernel."""
         self.engine.close(WAIT_S)
-        self.engine = CudaCopyEngine(self.device, kernel_below_bytes=kernel_below_bytes)
+        self.engine = CudaCopyEngine(
+            self.device, load_kernel_below_bytes=below, store_kernel_below_bytes=below
+        )
         self.engine.adopt(self.arena)
         deadline = time.monotonic() + WAIT_S
         while not self.engine.is_ready(2 * self.num_bytes):

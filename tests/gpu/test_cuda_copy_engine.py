@@ -24,7 +24,9 @@ WAIT_S = 60.0
 def engine(request: pytest.FixtureRequest) -> "Iterator[tuple[CudaCopyEngine, Arena]]":
     below = PAGE + 1 if request.param == "kernel" else 0
     arena, _ = Arena.create(size_bytes=NUM_BYTES, extent_bytes=NUM_BYTES, epoch=1)
-    made = CudaCopyEngine(torch.device("cuda", 0), kernel_below_bytes=below)
+    made = CudaCopyEngine(
+        torch.device("cuda", 0), load_kernel_below_bytes=below, store_kernel_below_bytes=below
+    )
     made.adopt(arena)
     registered = made._registration
     assert registered is not None
