@@ -92,7 +92,7 @@ def test_an_adapter_shares_neither_with_the_base_model_nor_with_others(tmp_path:
 
 
 def test_two_adapters_of_one_name_do_not_share(tmp_path: Path) -> None:
-    """vLLM 0.26 and 0.27 hash the name alone: another replica may mean another adapter."""
+    """Hashes of vLLM 0.26 and 0.27 have the name alone; another replica may mean another."""
     one = keys(request(lora_request=adapter(tmp_path / "1")))
     other = keys(request(lora_request=adapter(tmp_path / "2")))
     assert num_shared(one, other) == 0
@@ -105,7 +105,7 @@ def test_other_weights_at_the_same_path_do_not_share(tmp_path: Path) -> None:
 
 
 def test_a_name_is_no_salt(tmp_path: Path) -> None:
-    """vLLM 0.26 and 0.27 do not tell the two apart."""
+    """The hashes of vLLM 0.26 and 0.27 do not tell the two apart."""
     named = keys(request(lora_request=adapter(tmp_path / "1")))
     assert num_shared(named, keys(request(cache_salt="x"))) == 0
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,8 @@ def test_torchvision_is_stood_in_for_only_where_it_is_missing(
     path = engine_environ(spec(), {"PYTHONPATH": "/mine"})["PYTHONPATH"]
     assert path.startswith("/mine")
     assert ("stubs" in path) is not is_installed
+
+
+def test_another_interpreter_runs_another_engine() -> None:
+    assert engine_argv(spec(python=Path("/other/bin/python")))[0] == "/other/bin/python"
+    assert engine_argv(spec())[0] == sys.executable

@@ -15,6 +15,7 @@ from millpond.launch.tiny import (
     END_OF_TEXT_ID,
     VOCAB_SIZE,
     TinyModel,
+    make_adapter,
     make_attention,
     make_hybrid,
     make_sliding,
@@ -115,3 +116,17 @@ def test_every_token_has_a_text_and_text_survives(tmp_path: Path) -> None:
     assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
     text = "Hällo, pond!\n\t日本"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_an_adapter_is_made_for_each_attention_layer(tmp_path: Path) -> None:
+    one, same = make_adapter(tmp_path / "1", seed=1), make_adapter(tmp_path / "2", seed=1)
+    other = make_adapter(tmp_path / "3", seed=2)
+    assert (one / "adapter_model.safetensors").read_bytes() == (
+        same / "adapter_model.safetensors"
+    ).read_bytes()
+    assert (one / "adapter_model.safetensors").read_bytes() != (
+        other / "adapter_model.safetensors"
+    ).read_bytes()
+    config = json.loads((make_attention(tmp_path / "m", seed=1).path / "config.json").read_text())
+    header = (one / "adapter_model.safetensors").read_bytes()
+    assert header.count(b"q_proj.lora_A") == config["num_hidden_layers"]

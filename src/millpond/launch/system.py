@@ -35,8 +35,9 @@ class SystemOptions:
 
     ``pool`` None starts engines without one. ``engine_args`` go to every replica, before what
     ``replica_args`` holds under its name. ``environ`` is the environment of all processes.
-    ``port`` None picks free ports. ``run_dir`` gets one log a process and is left there; None
-    uses a temporary folder, which is removed unless something failed.
+    ``python`` runs the replicas: another than this process's has another vLLM, and Millpond
+    installed beside it. ``port`` None picks free ports. ``run_dir`` gets one log a process and
+    is left there; None uses a temporary folder, which is removed unless something failed.
     """
 
     model: str
@@ -47,6 +48,7 @@ class SystemOptions:
     engine_args: Sequence[str] = ()
     replica_args: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     connector: Mapping[str, object] = field(default_factory=dict[str, object])
+    python: Path = Path(sys.executable)
     port: int | None = None
     run_dir: Path | None = None
     start_timeout_s: float = 600.0
@@ -299,6 +301,7 @@ def _replica_specs(options: SystemOptions) -> list[ReplicaSpec]:
             cores=cores[i],
             socket=None if options.pool is None else options.pool.socket,
             connector=options.connector,
+            python=options.python,
         )
         for i, name in enumerate(names)
     ]

@@ -32,6 +32,8 @@ _INTERMEDIATE: Final = 1024
 _ATTENTION_HEADS: Final = 8
 _KV_HEADS: Final = 2
 _HEAD_DIM: Final = 128
+_ATTENTION_LAYERS: Final = 4
+_ADAPTER_RANK: Final = 8
 _GDN_HEADS: Final = 2
 _GDN_HEAD_DIM: Final = 128
 _GDN_KERNEL: Final = 4
@@ -100,16 +102,15 @@ def make_attention(path: Path, *, seed: int) -> TinyModel:
 
     The same seed writes the same bytes. The folder is created; files in it are replaced.
     """
-    num_layers = 4
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "num_hidden_layers": num_layers,
-        "layer_types": ["full_attention"] * num_layers,
+        "num_hidden_layers": _ATTENTION_LAYERS,
+        "layer_types": ["full_attention"] * _ATTENTION_LAYERS,
         "rope_theta": 1_000_000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     }
-    return _write_model(path, config, list(_attention_weights(num_layers)), seed)
+    return _write_model(path, config, list(_attention_weights(_ATTENTION_LAYERS)), seed)
 
 
 def make_sliding(path: Path, *, seed: int, window: int = _WINDOW) -> TinyModel:
@@ -132,6 +133,32 @@ def make_sliding(path: Path, *, seed: int, window: int = _WINDOW) -> TinyModel:
         },
     }
     return _write_model(path, config, list(_sliding_weights(len(kinds))), seed)
+
+
+def make_adapter(path: Path, *, seed: int) -> Path:
+    """Write a LoRA adapter for ``make_attention``'s model that changes what it keeps and says.
+
+    The same seed writes the same bytes. The folder is created; files in it are replaced.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    modules = {"q_proj": _ATTENTION_HEADS * _HEAD_DIM, "v_proj": _KV_HEADS * _HEAD_DIM}
+    weights: list[_Weight] = []
+    for i, (name, width) in itertools.product(range(_ATTENTION_LAYERS), modules.items()):
+        module = f"base_model.model.model.layers.{i}.self_attn.{name}"
+        weights.append(_matrix(f"{module}.lora_A.weight", _ADAPTER_RANK, _HIDDEN))
+        weights.append(_matrix(f"{module}.lora_B.weight", width, _ADAPTER_RANK))
+    _write_json(
+        path / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": _ADAPTER_RANK,
+            "lora_alpha": _ADAPTER_RANK,
+            "target_modules": list(modules),
+        },
+    )
+    _write_tensors(path / "adapter_model.safetensors", weights, seed)
+    return path
 
 
 def _write_model(
@@ -161,11 +188,14 @@ def _write_model(
         {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID},
     )
     _write_tokenizer(path)
+    _write_tensors(path / "model.safetensors", weights, seed)
+    return TinyModel(path, sum(math.prod(weight.shape) for weight in weights))
+
+
+def _write_tensors(path: Path, weights: list[_Weight], seed: int) -> None:
     # One generator in a fixed order: the seed alone decides every byte.
     generator = np.random.default_rng(seed)
-    tensors = [(weight, _bfloat16(_draw(weight, generator))) for weight in weights]
-    _write_safetensors(path / "model.safetensors", tensors)
-    return TinyModel(path, sum(math.prod(weight.shape) for weight in weights))
+    _write_safetensors(path, [(w, _bfloat16(_draw(w, generator))) for w in weights])
 
 
 def _draw(weight: _Weight, generator: np.random.Generator) -> npt.NDArray[np.float32]:
