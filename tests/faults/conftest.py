@@ -1,5 +1,7 @@
 """A daemon and clients for each test; none outlives it."""
 
+import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,6 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.faults.world import ClientProcess, Daemon, short_folder
+
+
+@pytest.fixture
+def seed() -> int:
+    """What all chance in a test follows from; printed, so that pytest shows it on failure."""
+    number = int(os.environ.get("MILLPOND_SEED") or secrets.randbits(32))
+    print(f"MILLPOND_SEED={number}")  # noqa: T201
+    return number
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ import sys
 import threading
 
 from millpond.model.errors import InvariantBroken, SetupError
+from millpond.pool import pool
 from millpond.pool.pool import Pool
 from millpond.service import loop, sessions
+from millpond.service.reaper import Orphans, Process
 from millpond.service.server import ServeOptions, Serving, serve
 
 SETUP_EXIT, BROKEN_EXIT = 3, 70
@@ -37,6 +39,14 @@ def plant_faults(options: dict[str, object]) -> None:
             raise ZeroDivisionError("planted")
 
         Pool.lookup = lookup  # type: ignore[method-assign,assignment]
+    if options.get("early_reuse"):
+
+        def add(self: Orphans, session: int, rank: int, process: Process) -> None:
+            self._on_drained(session, rank)
+
+        Orphans.add = add  # type: ignore[method-assign]
+    if "write_lease_s" in options:
+        pool._WRITE_LEASE_NS_MAX = int(options["write_lease_s"] * 1e9)  # type: ignore[call-overload]
     if "orphans_max" in options:
         sessions._ORPHANS_MAX = options["orphans_max"]  # type: ignore[misc]
     if "handshake_s" in options:

@@ -7,6 +7,7 @@ that it reads under a lease whether it is the one that belongs there.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 from millpond.arena.arena import Arena
@@ -38,8 +39,13 @@ class Kind:
 
     def expected(self, part: int, key: bytes) -> bytes:
         """Return the bytes of a whole slot."""
-        seed = f"{self.name}/{part}/".encode() + key
-        return hashlib.shake_128(seed).digest(self.parts[part].slot_bytes)
+        return _stream(f"{self.name}/{part}/".encode() + key, self.parts[part].slot_bytes)
+
+
+@lru_cache(maxsize=256)
+def _stream(seed: bytes, num_bytes: int) -> bytes:
+    """Return bytes of which no two seeds, and no two places, have the same."""
+    return hashlib.shake_128(seed).digest(num_bytes)
 
 
 PLAIN = Kind("plain", (PartSpec("pages", Coverage.EVERY, SLOT_BYTES),))

@@ -115,10 +115,79 @@ def test_too_small_is_refused(socket_path: str) -> None:
     assert line["event"] == "ConfigError"
 
 
-def test_long_path_is_refused(socket_path: str) -> None:
-    with Daemon(socket_path + "x" * 100) as daemon:
-        assert daemon.line()["event"] == "SocketUnusable"
+def too_long(path: str) -> str:
+    return path + "x" * 100
+
+
+def in_a_folder_nobody_may_write_to(path: str) -> str:
+    return "/proc/millpond/pool.sock"  # not even root may
+
+
+def a_file(path: str) -> str:
+    Path(path).write_text("precious")
+    return path
+
+
+def a_folder(path: str) -> str:
+    Path(path).mkdir()
+    return path
+
+
+def below_a_file(path: str) -> str:
+    Path(path).write_text("precious")
+    return f"{path}/pool.sock"
+
+
+def a_dangling_link(path: str) -> str:
+    Path(path).symlink_to("nowhere")
+    return path
+
+
+UNUSABLE = {
+    too_long: "at most 107",
+    in_a_folder_nobody_may_write_to: "choose another path",
+    a_file: "not a socket",
+    a_folder: "not a socket",
+    below_a_file: "choose another path",
+    a_dangling_link: "not a socket",
+}
+
+
+@pytest.mark.parametrize("make", UNUSABLE, ids=lambda make: make.__name__)
+def test_unusable_path_is_refused_and_left_as_it_is(
+    socket_path: str, make: Callable[[str], str]
+) -> None:
+    path = make(socket_path)
+    before = set(Path(socket_path).parent.iterdir())
+    with Daemon(path) as daemon:
+        line = daemon.line()
         assert daemon.exit_code() == SETUP_EXIT
+    assert line["event"] == "SocketUnusable"
+    assert UNUSABLE[make] in line["message"]
+    assert set(Path(socket_path).parent.iterdir()) == before
+    if make in {a_file, below_a_file}:
+        assert Path(socket_path).read_text() == "precious"
+
+
+def test_path_served_by_something_else_is_refused(socket_path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(socket_path)
+        other.listen()
+        with Daemon(socket_path) as daemon:
+            line = daemon.line()
+            assert daemon.exit_code() == SETUP_EXIT
+        assert f"served by process {os.getpid()} already" in line["message"]
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(socket_path)  # it still can be reached
+
+
+def test_stale_socket_and_lock_are_replaced(socket_path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(socket_path)
+    Path(f"{socket_path}.lock").write_text("4711\n")
+    with Daemon(socket_path) as daemon:
+        daemon.wait_ready().check()
+        daemon.stop()
 
 
 def test_frozen_daemon_times_out(daemon: Daemon) -> None:

@@ -3,7 +3,6 @@
 And, in the middle of copies: clients that freeze, and daemons that end.
 """
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -75,7 +74,7 @@ def client_at(socket_path: str, point: Point, prefix: str, storing: Engine) -> C
         "point": point.name,
         "prefix": prefix,
     }
-    return Child("tests.faults.stopping_client", json.dumps(options))
+    return Child("tests.faults.stopping_client", options)
 
 
 def go_on(client: Child) -> dict[str, object]:

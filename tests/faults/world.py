@@ -88,7 +88,8 @@ def eventually(
 class Child:
     """A process of a test that speaks JSON lines; killed at the end whatever happens."""
 
-    def __init__(self, module: str, argument: str) -> None:
+    def __init__(self, module: str, options: str | dict[str, Any]) -> None:
+        argument = options if isinstance(options, str) else json.dumps(options)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe nobody reads fills up
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, argument],
@@ -127,6 +128,11 @@ class Child:
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
+    def has_line(self) -> bool:
+        """Return whether the process has written something that nobody has read."""
+        assert self.process.stdout is not None
+        return bool(self._unread or select.select([self.process.stdout], [], [], 0)[0])
+
     def kill(self) -> None:
         """Kill -9, and wait until the process is gone."""
         self.process.kill()
@@ -138,6 +144,11 @@ class Child:
         if number is signal.SIGSTOP:
             stat = Path(f"/proc/{self.pid}/stat")
             eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
+
+    def output(self) -> str:
+        """Return what a process that has ended said and nobody has read."""
+        assert self.process.stdout is not None
+        return (self._unread + self.process.stdout.read()).decode()
 
     def exit_code(self) -> int:
         """Return how the process ended; waits for it."""
@@ -155,7 +166,7 @@ class Daemon(Child):
         self.socket_path = socket_path
         self.baseline: dict[str, int] = {}
         options = {"socket_path": socket_path, "size_bytes": size_bytes, **faults}
-        super().__init__("tests.faults.daemon_main", json.dumps(options))
+        super().__init__("tests.faults.daemon_main", options)
 
     def wait_ready(self) -> Self:
         """Wait until clients may connect."""

@@ -295,9 +295,8 @@ class Loop:
         self._counts["refused"] += 1
         message = str(refusal)[:_REASON_LENGTH_MAX]
         _LOG.warning("client refused pid=%d reason=%s", peer.credentials.pid, _one_line(message))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(SlowPeer):
             peer.reply(Refused(code=refusal.code, field=refusal.field, message=message))
-            peer.flush()
         self._drop(peer, f"refused: {refusal.code}")
 
     def _send(self, peer: Peer) -> None:
@@ -325,6 +324,8 @@ class Loop:
             self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
+        with contextlib.suppress(OSError):
+            peer.flush()  # what was answered before is there to be read
         self._peers.discard(peer)
         self._unserved.pop(peer, None)
         self._selector.unregister(peer.socket)

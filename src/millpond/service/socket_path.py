@@ -79,12 +79,13 @@ def claim(socket_path: str) -> SocketClaim:
         lock_fd = _lock(path)
     except OSError as error:
         raise _unusable(path, error) from error
+    place = SocketClaim(path, lock_fd)
     try:
         _refuse_if_in_use(path)
     except BaseException:
-        os.close(lock_fd)
+        place.release()
         raise
-    return SocketClaim(path, lock_fd)
+    return place
 
 
 def _lock(path: Path) -> int:
