@@ -14,8 +14,6 @@ from millpond.cli.context import Context
 from millpond.cli.demo import publish
 from millpond.cli.envelope import envelope
 from millpond.cli.exits import AnswerIsNo, Exit, Terminated, exit_of
-from millpond.cli.inspection import status_tables
-from millpond.cli.output import stdout
 from millpond.launch.demo import DemoRow
 from millpond.model.errors import (
     ArenaTooLarge,
@@ -65,6 +63,10 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--pool", "1GiB"], {}, ["up.model", "--model"]),
         (["up", "--model", "m", "--pool", "1GiB", "--replicas", "0"], {}, ["up.replicas", "'0'"]),
         (["requests", "--last", "0"], {}, ["--last"]),
+        (["status", "--watch", "0"], {}, ["--watch"]),
+        (["status", "--watch", "--json"], {}, ["--watch", "--json"]),
+        (["inspect", "--key", "xyz"], {}, ["--key", "'xyz'"]),
+        (["inspect", "--limit", "0"], {}, ["--limit"]),
         (["demo", "--tokens", "3"], {}, ["--tokens"]),
         (["--config", "/no/such.toml", "status"], {}, ["/no/such.toml"]),
     ],
@@ -93,7 +95,16 @@ def test_a_file_in_the_folder_is_read(
 
 @pytest.mark.parametrize(
     "argv",
-    [["status"], ["requests"], ["check"], ["pool", "on"], ["pool", "off"], ["pool", "flush"]],
+    [
+        ["status"],
+        ["status", "--watch"],
+        ["requests"],
+        ["inspect"],
+        ["check"],
+        ["pool", "on"],
+        ["pool", "off"],
+        ["pool", "flush"],
+    ],
 )
 def test_without_a_daemon_commands_end_with_4_and_name_the_socket(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -204,32 +215,3 @@ def test_the_demo_says_no_after_writing_everything(
         publish(context(), [row(), row(**changes)], tmp_path, 2**28, as_json=False)
     assert words in (tmp_path / "demo.html").read_text()
     assert len(json.loads((tmp_path / "demo.json").read_text())["rows"]) == 2
-
-
-def test_status_is_shown_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    statistics = {
-        "service": {"uptime_s": 61.0},
-        "pool": {
-            "enabled": False,
-            "bytes": {"free": 2**20, "unassigned": 2**22},
-            "num_slots": {"free": 3},
-            "num_blocks": 1234,
-            "num_evictions": 5,
-            "num_leases": 0,
-        },
-        "tokens": {
-            "b": {
-                "num_requests": 2,
-                "prompt_tokens": 600,
-                "computed_tokens": 100,
-                "local_tokens": 0,
-                "loaded_tokens": 500,
-                "loaded_tokens_by_writer": {"a": 500},
-            }
-        },
-    }
-    for table in status_tables(statistics):
-        stdout.print(table)
-    text = capsys.readouterr().out
-    for expected in ("Pool is off", "1,234 blocks", "a: 500", "unassigned"):
-        assert expected in text

@@ -12,12 +12,14 @@ from typing import NoReturn
 import click
 
 from millpond import __version__
+from millpond.cli.blocks import inspect
 from millpond.cli.context import Context, examples
 from millpond.cli.demo import demo
 from millpond.cli.exits import Exit, Terminated, exit_of
-from millpond.cli.inspection import check, requests, status
+from millpond.cli.inspection import check, requests
 from millpond.cli.output import stderr
 from millpond.cli.pool import pool
+from millpond.cli.status import status
 from millpond.cli.up import up
 
 
@@ -44,7 +46,7 @@ def cli(context: click.Context, config: Path | None) -> None:
     context.ensure_object(Context).find_config(config)
 
 
-for _command in (up, pool, status, requests, check, demo):
+for _command in (up, pool, status, requests, inspect, check, demo):
     cli.add_command(_command)
 
 

@@ -1,0 +1,162 @@
+"""The daemon's statistics as tables, and as one line."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, cast
+
+from rich.table import Table
+
+from millpond.cli.figures import Tree, count, number, tree
+
+_MATRIX_MAX: Final = 8
+"""Replicas a side of the matrix: what 80 columns hold."""
+
+_REASONS: Final = {
+    ("pin", "miss"): "fewer blocks were usable than the replica had itself",
+    ("pin", "off"): "the pool is switched off",
+    ("pin", "limit"): "the replica holds as many leases as one may",
+    ("reserve", "present"): "the pool has, or is getting, all of these blocks",
+    ("reserve", "hole"): "a block before them is not in the pool",
+    ("reserve", "full"): "every slot is in use by a lease",
+    ("reserve", "off"): "the pool is switched off",
+    ("reserve", "limit"): "the replica holds as many leases as one may",
+    ("write lease", "aborted"): "the replica's copy failed, or it died",
+    ("write lease", "expired"): "not finished in time; its slots are kept apart until it is",
+    ("handshake", "refused"): "the replica's log has the reason",
+    ("connection", "bad frame"): "it did not speak the protocol, and was closed",
+    ("connection", "slow"): "it did not read its replies, and was closed",
+    ("report", "bad"): "its tokens did not add up",
+    ("finish", "unknown lease"): "the lease had ended already",
+}
+_GRANTED: Final = "granted"
+
+
+def status_tables(statistics: Tree) -> list[Table]:
+    """Return the daemon's statistics as tables for people."""
+    return [
+        _memory(statistics),
+        _tokens(tree(statistics, "tokens")),
+        _matrix(statistics),
+        _refusals(statistics),
+    ]
+
+
+def status_line(statistics: Tree) -> str:
+    """Return the daemon's statistics as one line of key=value."""
+    pool = tree(statistics, "pool")
+    tokens = [cast("Tree", totals) for totals in tree(statistics, "tokens").values()]
+    num_bytes = tree(pool, "bytes")
+    figures = {
+        "pool": "on" if pool["enabled"] else "off",
+        "blocks": pool["num_blocks"],
+        "committed_mib": f"{number(num_bytes.get('committed', 0)) / 2**20:.1f}",
+        "leases": pool["num_leases"],
+        "evictions": pool["num_evictions"],
+    }
+    for source in ("prompt", "computed", "local", "loaded"):
+        figures[f"{source}_tokens"] = sum(int(number(each[f"{source}_tokens"])) for each in tokens)
+    figures["refused"] = sum(num for *_, num in _refused(statistics))
+    return " ".join(f"{name}={value}" for name, value in figures.items())
+
+
+def _memory(statistics: Tree) -> Table:
+    pool, service = tree(statistics, "pool"), tree(statistics, "service")
+    state = "on" if pool["enabled"] else "off"
+    table = Table("memory", title=f"Pool is {state}")
+    table.add_column("MiB", justify="right")
+    table.add_column("slots", justify="right")
+    slots = tree(pool, "num_slots")
+    for name, num_bytes in tree(pool, "bytes").items():
+        table.add_row(name, f"{number(num_bytes) / 2**20:,.1f}", count(slots.get(name)))
+    table.caption = (
+        f"{count(pool['num_blocks'])} blocks, {count(pool['num_evictions'])} evictions, "
+        f"{count(pool['num_leases'])} leases, up {number(service['uptime_s']):,.0f} s"
+    )
+    return table
+
+
+def _tokens(replicas: Tree) -> Table:
+    table = Table("replica", title="Tokens of finished requests, by replica and source")
+    for column in ("requests", "prompt", "computed", "local", "loaded", "not computed"):
+        table.add_column(column, justify="right")
+    for name, totals in replicas.items():
+        counts = cast("Tree", totals)
+        prompt, computed = number(counts["prompt_tokens"]), number(counts["computed_tokens"])
+        columns = ("num_requests", "prompt_tokens", "computed_tokens", "local_tokens")
+        table.add_row(
+            name,
+            *(count(counts[column]) for column in (*columns, "loaded_tokens")),
+            f"{100 * (1 - computed / prompt):.0f} %" if prompt else "",
+        )
+    return table
+
+
+def _matrix(statistics: Tree) -> Table:
+    """Return loaded tokens with a row for each writer and a column for each reader."""
+    loaded = {
+        reader: tree(cast("Tree", totals), "loaded_tokens_by_writer")
+        for reader, totals in tree(statistics, "tokens").items()
+    }
+    readers = _largest({reader: _total(by_writer) for reader, by_writer in loaded.items()})
+    by_writer: dict[str, float] = {}
+    for reader in loaded.values():
+        for writer, tokens in reader.items():
+            by_writer[writer] = by_writer.get(writer, 0) + number(tokens)
+    table = Table("writer \\ reader", title="Hits: tokens loaded, by writing and reading replica")
+    for reader in readers:
+        table.add_column(reader, justify="right")
+    for writer in _largest(by_writer):
+        table.add_row(writer, *(count(loaded[reader].get(writer, 0)) for reader in readers))
+    num_left_out = max(len(loaded), len(by_writer)) - _MATRIX_MAX
+    read = tree(tree(statistics, "pool"), "blocks_by_writer_reader").values()
+    table.caption = f"{count(sum(_total(cast('Tree', each)) for each in read))} blocks handed out"
+    if num_left_out > 0:
+        table.caption += f"; {num_left_out} replicas more in --json"
+    return table
+
+
+def _largest(totals: dict[str, float]) -> list[str]:
+    """Return the names to show: those with the most, in the order of their names."""
+    return sorted(sorted(totals, key=lambda name: -totals[name])[:_MATRIX_MAX])
+
+
+def _total(counts: Tree) -> float:
+    return sum(map(number, counts.values()))
+
+
+def _refusals(statistics: Tree) -> Table:
+    table = Table("refused", "because", title="What was refused, and why")
+    table.add_column("times", justify="right")
+    for what, why, times in _refused(statistics):
+        reason = _REASONS.get((what, why))
+        table.add_row(what, why if reason is None else f"{why}: {reason}", count(times))
+    if not table.row_count:
+        table.caption = "nothing"
+    return table
+
+
+def _refused(statistics: Tree) -> Iterator[tuple[str, str, int]]:
+    """Yield (what, why, times) of all that got less than it asked for, none with zero."""
+    pool, service = tree(statistics, "pool"), tree(statistics, "service")
+    replicas = [cast("Tree", each) for each in tree(pool, "replicas").values()]
+    found: list[tuple[str, str, object]] = [
+        (what, why, times)
+        for what, counts in (("pin", tree(pool, "pins")), ("reserve", tree(pool, "reserves")))
+        for why, times in counts.items()
+        if why != _GRANTED
+    ]
+    found += [
+        ("write lease", "aborted", _sum(replicas, "num_write_leases_aborted")),
+        ("write lease", "expired", pool["num_write_leases_expired"]),
+        ("handshake", "refused", service["refused"]),
+        ("connection", "bad frame", service["bad_frames"]),
+        ("connection", "slow", service["slow_peers_dropped"]),
+        ("report", "bad", service["bad_reports"]),
+        ("finish", "unknown lease", service["unknown_leases"]),
+    ]
+    for what, why, times in found:
+        if number(times):
+            yield what, why, int(number(times))
+
+
+def _sum(counts: Sequence[Tree], key: str) -> float:
+    return sum(number(each[key]) for each in counts)
