@@ -184,10 +184,20 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
     environ = {"MILLPOND_SOCKET": "/e", "MILLPOND_CONNECTOR_STORE": "false"}
     extra = {"replica": "a", "socket": "/x", "load": False}
     assert connector_config(extra, environ) == ConnectorConfig(
-        socket=Path("/x"), replica="a", store=False, load=False, copy_delay_s=0.0
+        socket=Path("/x"),
+        replica="a",
+        store=False,
+        load=False,
+        copy_delay_s=0.0,
+        pending_wait_s=0.0,
     )
     assert connector_config({}, {"XDG_RUNTIME_DIR": "/r"}) == ConnectorConfig(
-        socket=Path("/r/millpond/pool.sock"), replica=None, store=True, load=True, copy_delay_s=0.0
+        socket=Path("/r/millpond/pool.sock"),
+        replica=None,
+        store=True,
+        load=True,
+        copy_delay_s=0.0,
+        pending_wait_s=0.0,
     )
 
 

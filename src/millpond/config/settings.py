@@ -59,7 +59,8 @@ class ConnectorConfig:
     """What an engine's connector needs.
 
     ``replica`` None lets the connector make up a name. ``copy_delay_s`` holds back each copy
-    on the CPU, for tests of what happens meanwhile.
+    on the CPU, for tests of what happens meanwhile. ``pending_wait_s`` is how long a request
+    waits for a prefix that another replica is computing; 0 never waits.
     """
 
     socket: Path
@@ -67,6 +68,7 @@ class ConnectorConfig:
     store: bool
     load: bool
     copy_delay_s: float
+    pending_wait_s: float
 
 
 # ---------------------------------------------------------------- options
@@ -98,6 +100,7 @@ _CONNECTOR_REPLICA: Final = _Option("connector.replica", values.name)
 _CONNECTOR_STORE: Final = _Option("connector.store", values.boolean, default=True)
 _CONNECTOR_LOAD: Final = _Option("connector.load", values.boolean, default=True)
 _CONNECTOR_COPY_DELAY: Final = _Option("connector.copy_delay_s", values.seconds(0, 60), 0.0)
+_CONNECTOR_PENDING_WAIT: Final = _Option("connector.pending_wait_s", values.seconds(0, 600), 0.0)
 
 _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
     "tuple[_Option[object], ...]",
@@ -116,6 +119,7 @@ _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
         _CONNECTOR_STORE,
         _CONNECTOR_LOAD,
         _CONNECTOR_COPY_DELAY,
+        _CONNECTOR_PENDING_WAIT,
     ),
 )
 _OPTIONS: Final = {option.key: option for option in _ALL_OPTIONS}
@@ -165,6 +169,7 @@ class Settings:
             store=self._required(_CONNECTOR_STORE, "store"),
             load=self._required(_CONNECTOR_LOAD, "load"),
             copy_delay_s=self._required(_CONNECTOR_COPY_DELAY, "copy_delay_s"),
+            pending_wait_s=self._required(_CONNECTOR_PENDING_WAIT, "pending_wait_s"),
         )
 
     def socket(self) -> Path:

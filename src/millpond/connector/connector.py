@@ -230,6 +230,8 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return 0, False
         num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
+        if num_tokens is None:
+            return None, False
         if not versions.splits_exact_multiples():
             self._scheduler.keep_last_state(request, num_computed_tokens + num_tokens)
         return num_tokens, num_tokens > 0

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from millpond.model.leases import ReadLease
+from millpond.model.names import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class RequestState:
     ``tables[g]`` is group g's block table as scheduled so far (0: the null block).
     ``num_offered`` blocks have been offered to the pool, ``num_reached`` have been computed
     when some step was planned: states and windows of blocks before that may be recycled.
-    ``store_jobs`` are in flight.
+    ``store_jobs`` are in flight. ``outcome`` is that of the last lookup; the times, of
+    ``time.monotonic``, belong to waiting for a prefix that another replica is computing.
     """
 
     request: Request
@@ -39,6 +41,10 @@ class RequestState:
     num_offered: int = 0
     num_reached: int = 0
     pinned: Pinned | None = None
+    outcome: Outcome = Outcome.MISS
+    waits_since_s: float | None = None
+    pending_seen_s: float = 0.0
+    ask_again_s: float = 0.0
     is_loading: bool = False
     load_failed: bool = False
     local_tokens: int = 0

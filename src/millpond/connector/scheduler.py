@@ -14,9 +14,10 @@ neither preemption nor the recycling of old states can overwrite them under a st
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -30,13 +31,18 @@ from millpond.connector.metadata import Job, PartJob, StepMetadata, StepResults
 from millpond.connector.requests import Pinned, RequestState, skips_pool
 from millpond.model.errors import ExpectedError
 from millpond.model.leases import NO_SLOT, WriteLease
-from millpond.model.names import Coverage
+from millpond.model.names import Coverage, Outcome
 from millpond.service.client import SchedulerClient
 from millpond.service.protocol import Report
 
 logger = logging.getLogger("vllm.millpond")
 
 ResultT = TypeVar("ResultT")
+
+_PENDING_POLL_S: Final = 0.02
+"""Between two lookups of a request that waits for another replica."""
+_PENDING_GAP_S: Final = 0.5
+"""A writer of whom nothing has been seen for so long is not waited for."""
 
 
 @dataclass(slots=True)
@@ -56,6 +62,9 @@ class SchedulerSettings(Protocol):
 
     @property
     def store(self) -> bool: ...
+
+    @property
+    def pending_wait_s(self) -> float: ...
 
 
 class SchedulerSide:
@@ -87,8 +96,11 @@ class SchedulerSide:
 
     # -------------------------------------------------------------- lookup and load
 
-    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after ``num_computed_tokens`` the pool will supply.
+
+        None asks the engine to come again: another replica is computing this prefix right
+        now, and the request may wait for it a little longer.
 
         The blocks stay pinned until the load, a later answer, or the end of the request.
         Asked again before allocation, an answer that still holds costs no round trip.
@@ -107,10 +119,35 @@ class SchedulerSide:
         if useless or state.skips_pool or state.load_failed or not self._settings.load:
             self._release(state)
             return 0
+        now_s = time.monotonic()
+        if now_s < state.ask_again_s:
+            return None
         pinned = self._pin(state, num_blocks, first_block)
+        if self._waits(state, now_s):
+            state.ask_again_s = now_s + _PENDING_POLL_S
+            self._release(state)
+            return None
         if pinned is None:
             return 0
         return pinned.lease.num_blocks * layout.block_tokens - num_computed_tokens
+
+    def _waits(self, state: RequestState, now_s: float) -> bool:
+        """Say whether to wait for blocks that another replica is writing.
+
+        Bounded twice: by the configured time in all, and by how long nobody has been seen
+        writing (blocks of one step are committed just before those of the next are reserved).
+        """
+        limit_s = self._settings.pending_wait_s
+        if not limit_s:
+            return False
+        if state.outcome is Outcome.PENDING:
+            state.pending_seen_s = now_s
+            if state.waits_since_s is None:
+                state.waits_since_s = now_s
+        if state.outcome is Outcome.HIT or state.waits_since_s is None:
+            return False
+        is_being_written = now_s - state.pending_seen_s < _PENDING_GAP_S
+        return is_being_written and now_s - state.waits_since_s < limit_s
 
     def keep_last_state(self, request: Request, num_cached_tokens: int) -> None:
         """Make a prompt of whole blocks keep the state one block before its end.
@@ -184,12 +221,15 @@ class SchedulerSide:
         ):
             return held
         self._release(state)
+        state.outcome = Outcome.MISS
         if client is None:
             return None
         keys = state.prefix(num_blocks)
         lease = self._ask(
             client, lambda: client.pin(keys, state.key_bytes, first_block=first_block)
         )
+        if lease is not None:
+            state.outcome = lease.outcome
         if lease is None or lease.lease_id is None:
             return None
         state.pinned = Pinned(lease, lease.lease_id, client.session, first_block)
