@@ -11,16 +11,12 @@ must be the same, and the last must have been served from the pool.
 
 import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, cast
+from typing import Final
 
-from millpond.launch.engine_client import Completion, EngineClient
-from millpond.launch.system import System
-from millpond.launch.tiny import END_OF_TEXT_ID
-from millpond.model.errors import ExpectedError, RequestTimedOut
-from millpond.service.client import AdminClient
+from millpond.launch.asking import Asking, random_prompt
+from millpond.launch.engine_client import Completion
 from millpond.service.protocol import Report
 
 NUM_REPLICAS: Final = 2
@@ -39,12 +35,7 @@ OTHER_STEPS_TOLERANCE: Final = 0.25
 """The same between a computed and a cached request, which the engine cuts into other steps:
 rounding to 8 bits of logits of about 8 moves a log-probability by several hundredths."""
 
-_NUM_TOKENS: Final = 16
 _WARM_UP_TOKENS: Final = 1100
-_REQUEST_TIMEOUT_S: Final = 600.0
-_ADMIN_TIMEOUT_S: Final = 10.0
-_SETTLE_S_MAX: Final = 30.0
-_POLL_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +102,8 @@ class _Round:
         return _difference(self.cold, self.on)
 
 
-class Demo:
-    """Asks the replicas ``a`` and ``b`` of a running system. ``on_step`` hears what is next."""
-
-    def __init__(self, system: System, *, on_step: Callable[[str], None]) -> None:
-        self._on_step = on_step
-        self._a, self._b = (
-            EngineClient(replica.url, replica.model, timeout_s=_REQUEST_TIMEOUT_S)
-            for replica in (system.replica("a"), system.replica("b"))
-        )
-        self._admin = AdminClient.connect(str(system.socket), timeout_s=_ADMIN_TIMEOUT_S)
-
-    def close(self) -> None:
-        """Close the connections to replicas and pool."""
-        self._a.close()
-        self._b.close()
-        self._admin.close()
+class Demo(Asking):
+    """Compares cold, local and moved requests on the replicas ``a`` and ``b``."""
 
     def run(self, options: DemoOptions) -> list[DemoRow]:
         """Return one row for each length.
@@ -135,13 +112,12 @@ class Demo:
         busy, ``ExpectedError`` or ``httpx.HTTPError`` where a replica fails.
         """
         chance = random.Random(options.seed)
-        self._on_step("waiting for the replicas to join the pool")
-        self._wait_until(self._has_both_replicas, "a replica has not joined the pool")
+        self._wait_joined()
         self._warm_up(chance)
         rows: list[DemoRow] = []
         for num_tokens in options.lengths:
             rounds = [
-                self._round(_prompt(chance, num_tokens), f"{num_tokens}-{i}")
+                self._round(random_prompt(chance, num_tokens), f"{num_tokens}-{i}")
                 for i in range(options.num_rounds)
             ]
             rows.append(_row(num_tokens, rounds))
@@ -150,60 +126,22 @@ class Demo:
     def _warm_up(self, chance: random.Random) -> None:
         """Have both replicas do everything once: their first requests are slow."""
         self._on_step("warming up")
-        self._round(_prompt(chance, _WARM_UP_TOKENS), "warm-up")
+        self._round(random_prompt(chance, _WARM_UP_TOKENS), "warm-up")
 
     def _round(self, prompt: Sequence[int], name: str) -> _Round:
         self._on_step(f"{len(prompt):,} tokens: A cold")
         cold = self._ask(self._a, prompt, f"demo-{name}-cold")
         local = self._ask(self._a, prompt, f"demo-{name}-local")
-        self._wait_until(self._has_committed, "blocks are still being written")
+        self._wait_committed()
         self._admin.switch(enabled=False)
         self._on_step(f"{len(prompt):,} tokens: B, pool off")
         off = self._ask(self._b, prompt, f"demo-{name}-off")
         self._b.reset_prefix_cache()
         self._admin.switch(enabled=True)
-        read_before = self._bytes_read()
+        read_before = self._bytes_read_by_b()
         on = self._ask(self._b, prompt, f"demo-{name}-on")
         report = self._report(on.request_id)
-        return _Round(cold, local, off, on, report, self._bytes_read() - read_before)
-
-    def _ask(self, engine: EngineClient, prompt: Sequence[int], request_id: str) -> Completion:
-        try:
-            return engine.complete(prompt, num_tokens=_NUM_TOKENS, request_id=request_id)
-        except ValueError as error:
-            raise ExpectedError(f"a replica failed: {error}") from error
-
-    def _report(self, request_id: str) -> Report:
-        self._wait_until(
-            lambda: bool(self._admin.requests_named(request_id)),
-            f"no report of request {request_id}",
-        )
-        return self._admin.requests_named(request_id)[-1][1]
-
-    def _has_both_replicas(self) -> bool:
-        service = cast(
-            "Mapping[str, Sequence[Mapping[str, object]]]", self._admin.status()["service"]
-        )
-        joined = {(client["replica"], client["role"]) for client in service["clients"]}
-        return joined >= {(name, role) for name in "ab" for role in ("scheduler", "worker")}
-
-    def _has_committed(self) -> bool:
-        """Whether everything that was computed is readable for others."""
-        return self._pool_statistics()["num_write_leases"] == 0
-
-    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + _SETTLE_S_MAX
-        while not condition():
-            if time.monotonic() > deadline:
-                raise RequestTimedOut(f"{otherwise} after {_SETTLE_S_MAX:g} s")
-            time.sleep(_POLL_S)
-
-    def _bytes_read(self) -> int:
-        replicas = cast("Mapping[str, Mapping[str, int]]", self._pool_statistics()["replicas"])
-        return replicas["b"]["num_bytes_read"] if "b" in replicas else 0
-
-    def _pool_statistics(self) -> Mapping[str, object]:
-        return cast("Mapping[str, object]", self._admin.status()["pool"])
+        return _Round(cold, local, off, on, report, self._bytes_read_by_b() - read_before)
 
 
 def _row(num_tokens: int, rounds: Sequence[_Round]) -> DemoRow:
@@ -233,7 +171,3 @@ def _row(num_tokens: int, rounds: Sequence[_Round]) -> DemoRow:
 def _difference(one: Completion, other: Completion) -> float:
     pairs = zip(one.logprobs, other.logprobs, strict=True)
     return max(abs(mine - theirs) for mine, theirs in pairs)
-
-
-def _prompt(chance: random.Random, num_tokens: int) -> list[int]:
-    return [chance.randrange(END_OF_TEXT_ID) for _ in range(num_tokens)]
