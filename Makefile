@@ -34,8 +34,8 @@ test-engines: setup ## e2e tests and long sweeps on every supported CPU engine
 	@.venv-0.27/bin/python -m pytest tests/e2e
 	@$(PYTEST) tests/e2e
 
-bench: setup ## measure the daemon's lookups; writes report/bench.json
-	@$(PYTHON) scripts/bench.py $(ARGS)
+bench: setup ## measure everything; writes report/bench.json (make bench QUICK=1: that it runs)
+	@$(PYTHON) scripts/bench.py $(if $(QUICK),--quick) $(ARGS)
 
 clean: ## remove all that make made
 	rm -rf .venv .venv-0.27 build dist report .hypothesis .pytest_cache .ruff_cache

@@ -1,4 +1,3 @@
-
 """Longest prefix of 1,024 keys over the socket, beside a bare echo of the same bytes.
 
     python benchmarks/lookup.py [--keys 1000000] [--seconds 5] [--clients 1]
@@ -21,6 +20,8 @@ import tempfile
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
+
+from figures import percentiles
 
 from millpond.model.limits import MIB, POOL_BYTES_MIN
 from millpond.model.names import Coverage
@@ -116,12 +117,6 @@ def fill(socket_path: str, num_prefixes: int) -> None:
         worker.arena.close()
 
 
-def percentiles(times_ns: list[int]) -> dict[str, float]:
-    """Return p50 and p99 in microseconds."""
-    cuts = statistics.quantiles(times_ns, n=100)
-    return {"p50_us": round(cuts[49] / 1e3, 1), "p99_us": round(cuts[98] / 1e3, 1)}
-
-
 def measure(
     client: SchedulerClient, echo: socket.socket, num_prefixes: int, seconds: float
 ) -> dict[str, object]:
@@ -184,6 +179,8 @@ def main() -> None:
         try:
             if not (ready.wait(FIRST_S) and echo_ready.wait(FIRST_S)):
                 raise RuntimeError("the daemon did not start")
+            with AdminClient.connect(path) as admin:
+                empty_bytes = resident_bytes(admin)
             began = time.monotonic()
             fill(path, num_prefixes)
             fill_s = time.monotonic() - began
@@ -199,7 +196,8 @@ def main() -> None:
                 result = measure(client, echo, num_prefixes, options.seconds)
                 result |= {"num_keys": num_prefixes * PREFIX_KEYS, "clients": options.clients}
                 result |= {"fill_s": round(fill_s, 1), "cores": len(os.sched_getaffinity(0))}
-                result["daemon_rss_bytes"] = resident_bytes(admin)
+                result |= {"daemon_empty_rss_bytes": empty_bytes}
+                result |= {"daemon_rss_bytes": resident_bytes(admin)}
             print(json.dumps(result))
         finally:
             stop.set()
