@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from millpond.model.names import Coverage, Outcome, SlotRef
+from millpond.model.names import Admission, Coverage, Outcome, SlotRef
 from millpond.model.namespace import Namespace, aligned_slot_bytes
 from tests.pool_values import KEY_BYTES
 
@@ -66,9 +66,11 @@ class ModelSession:
 @dataclass
 class Model:
     namespaces: list[Namespace]
+    admission: Admission
     index: dict[tuple[int, Path, int], Entry] = field(default_factory=dict)
     leases: dict[int, ModelLease] = field(default_factory=dict)
     sessions: dict[int, ModelSession] = field(default_factory=dict)
+    offered_by: dict[tuple[int, Path], object] = field(default_factory=dict)
 
     # ------------------------------------------------------------ what is there
 
@@ -190,6 +192,25 @@ class Model:
                 ]
                 assert not left, f"{entry.place} was evicted and left a hole before {left}"
         return len(gone)
+
+    def offer(
+        self, namespace_id: int, path: Path, num_present: int, request: tuple[int, str | None]
+    ) -> int:
+        """Note who offers the blocks after ``num_present``; return how many may be there then."""
+        stop = num_present
+        if self.admission is Admission.ALWAYS:
+            return len(path)
+        # Without a name, each offer is a request of its own.
+        requester = request if request[1] is not None else object()
+        for n in range(num_present, len(path)):
+            first = self.offered_by.setdefault((namespace_id, path[: n + 1]), requester)
+            if first != requester and n == stop:
+                stop = n + 1
+        return stop
+
+    def flush(self) -> None:
+        self.index.clear()
+        self.offered_by.clear()
 
     def abort(self, lease: ModelLease) -> None:
         if not lease.writes or lease.aborted:

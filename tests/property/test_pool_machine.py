@@ -20,8 +20,9 @@ from hypothesis.stateful import (
 from millpond.model.errors import LeaseUnknown, StaleSlot
 from millpond.model.leases import NO_SLOT, ReadLease, WriteLease
 from millpond.model.limits import KIB, WRITE_LEASE_S_MAX
-from millpond.model.names import Coverage, Outcome, SlotState
+from millpond.model.names import Admission, Coverage, Eviction, Outcome, SlotState
 from millpond.model.namespace import PartSpec
+from millpond.model.retention import Retention
 from millpond.pool.pool import Pool
 from tests.pool_values import EVERY, KEY_BYTES, LAST, WINDOW, namespace
 from tests.property.pool_model import Entry, Model, ModelLease, ModelSession, Path, key, packed
@@ -41,6 +42,7 @@ STEMS = ("aaaaaaa", "aaabbbb", "abababa", "bbbbbbb")
 PATHS = sorted({tuple(stem[:n]) for stem in STEMS for n in range(1, 8)})
 paths = st.sampled_from(PATHS)
 choices = st.sampled_from(range(60))  # of what there is, modulo how much; 60 for no bias
+request_ids = st.sampled_from([None, "first", "second"])
 tail_blocks = st.one_of(st.just(set(range(7))), st.sets(st.integers(0, 6)))
 
 
@@ -48,6 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
     """``num_extents`` decides whether there is room for all or for next to nothing."""
 
     num_extents = 400
+    retention = Retention()
 
     @initialize(served=st.sampled_from(list(itertools.combinations(range(len(NAMESPACES)), 2))))
     def start(self, served: tuple[int, int]) -> None:
@@ -55,8 +58,9 @@ class PoolMachine(RuleBasedStateMachine):
             epoch=EPOCH,
             arena_bytes=self.num_extents * EXTENT_BYTES + 4 * KIB,
             extent_bytes=EXTENT_BYTES,
+            retention=self.retention,
         )
-        self.model = Model(NAMESPACES)
+        self.model = Model(NAMESPACES, self.retention.admission)
         for namespace_id, each in enumerate(NAMESPACES):
             assert self.pool.add_namespace(each) == namespace_id
         self.now_ns = 1
@@ -164,21 +168,26 @@ class PoolMachine(RuleBasedStateMachine):
         path=paths,
         first_block=st.sampled_from([0, 0, 0, 1, 2]),
         tails=tail_blocks,
+        request_id=request_ids,
     )
-    def reserve(self, choice: int, path: Path, first_block: int, tails: set[int]) -> None:
-        self._reserve(choice, path, first_block, tails)
+    def reserve(
+        self, choice: int, path: Path, first_block: int, tails: set[int], request_id: str | None
+    ) -> None:
+        self._reserve(choice, path, first_block, tails, request_id)
 
     @precondition(lambda self: self._open_sessions())
-    @rule(choice=choices, path=paths, tails=tail_blocks)
-    def write(self, choice: int, path: Path, tails: set[int]) -> None:
+    @rule(choice=choices, path=paths, tails=tail_blocks, request_id=request_ids)
+    def write(self, choice: int, path: Path, tails: set[int], request_id: str | None) -> None:
         """Reserve and commit at once, so that there is something to hit."""
-        lease_id = self._reserve(choice, path, 0, tails)
+        lease_id = self._reserve(choice, path, 0, tails, request_id)
         if lease_id is not None:
             session = self.model.leases[lease_id].session
             self.pool.finish(session, lease_id, rank=None, ok=True, now_ns=self._tick())
             self.model.end_rank(lease_id, set(range(2)))
 
-    def _reserve(self, choice: int, path: Path, first_block: int, tails: set[int]) -> int | None:
+    def _reserve(
+        self, choice: int, path: Path, first_block: int, tails: set[int], request_id: str | None
+    ) -> int | None:
         session = self._session(choice, must_be_open=True)
         namespace_id = self.model.sessions[session].namespace_id
         first_block = min(first_block, len(path))
@@ -196,6 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
                 sorted(blocks.get(part, ())) for part in range(len(NAMESPACES[namespace_id].parts))
             ),
             now_ns=self._tick(),
+            request_id=request_id,
         )
         granted = self._granted(lease)
         in_grant = {(namespace_id, path[: block + 1], part) for block, part in granted}
@@ -210,11 +220,14 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.pool.enabled or is_hole:
             assert lease.reason == ("hole" if self.pool.enabled else "off")
             return None
+        stop = self.model.offer(namespace_id, path, before, (session, request_id))
+        missing = {(block, part) for block, part in missing if block < stop}
         assert set(granted) <= missing
         if self.num_extents >= 100:
             assert set(granted) == missing
         if lease.lease_id is None:
-            assert lease.reason == ("full" if missing else "present")
+            refused = "not-admitted" if stop < len(path) else "present"
+            assert lease.reason == ("full" if missing else refused)
         self._check_no_hole(namespace_id, path, granted)
         self._note_write_lease(session, path, lease, granted)
         return lease.lease_id
@@ -320,7 +333,7 @@ class PoolMachine(RuleBasedStateMachine):
     def flush(self, chance: int) -> None:
         if not chance:
             self.pool.flush()
-            self.model.index.clear()
+            self.model.flush()
 
     @precondition(lambda self: self._open_sessions())
     @rule(choice=choices, path=paths, chance=st.integers(0, 3))
@@ -329,7 +342,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.set_enabled(enabled=False)
             self.lookup(choice, path)
             self.pin(choice, path, 0)
-            self.reserve(choice, path, 0, set())
+            self.reserve(choice, path, 0, set(), None)
             self.pool.set_enabled(enabled=True)
 
     # ------------------------------------------------------------ what always holds
@@ -356,6 +369,23 @@ class PoolMachine(RuleBasedStateMachine):
             assert entry.offset >= end, f"{entry.place} overlaps another"
             end = entry.offset + entry.num_bytes
         assert end <= self.num_extents * EXTENT_BYTES
+
+    @invariant()
+    def states_have_their_pages_and_keep_to_their_budget(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for namespace_id, path, part in self.model.index:
+            if NAMESPACES[namespace_id].parts[part].coverage is Coverage.LAST:
+                for n, page in itertools.product(range(len(path)), self.model.every(namespace_id)):
+                    assert (namespace_id, path[: n + 1], page) in self.model.index
+        num_bytes = sum(
+            entry.num_bytes
+            for entry in self.model.alive()
+            if NAMESPACES[entry.namespace_id].parts[entry.part].coverage is Coverage.LAST
+            and self.model.every(entry.namespace_id)
+        )
+        arena_bytes = self.num_extents * EXTENT_BYTES + 4 * KIB
+        assert num_bytes <= self.retention.state_ratio * arena_bytes
 
     @invariant()
     def references_name_what_they_named(self) -> None:
@@ -438,8 +468,39 @@ class CrowdedPoolMachine(PoolMachine):
     num_extents = 4
 
 
-@pytest.mark.parametrize("machine", [PoolMachine, CrowdedPoolMachine])
+class AdaptivePoolMachine(PoolMachine):
+    num_extents = 4
+    retention = Retention(eviction=Eviction.ARC)
+
+
+class FewStatesMachine(PoolMachine):
+    """Room for two states of the hybrid models among pages."""
+
+    num_extents = 6
+    retention = Retention(state_ratio=0.1)
+
+
+class SecondTouchMachine(PoolMachine):
+    retention = Retention(admission=Admission.SECOND_TOUCH)
+
+
+class CrowdedSecondTouchMachine(PoolMachine):
+    num_extents = 4
+    retention = Retention(Eviction.ARC, Admission.SECOND_TOUCH, state_ratio=0.3)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        PoolMachine,
+        CrowdedPoolMachine,
+        AdaptivePoolMachine,
+        FewStatesMachine,
+        SecondTouchMachine,
+        CrowdedSecondTouchMachine,
+    ],
+)
 def test_pool_does_what_the_model_does(machine: Callable[[], Any]) -> None:
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=60, stateful_step_count=60, deadline=None)
+        machine, settings=settings(max_examples=40, stateful_step_count=60, deadline=None)
     )

@@ -8,6 +8,7 @@ from millpond.model.leases import WriteLease
 from millpond.model.limits import KIB, MIB
 from millpond.model.names import Coverage
 from millpond.model.namespace import PartSpec
+from millpond.model.retention import Retention
 from millpond.pool.pool import Pool
 from tests.pool_values import KEY_BYTES, chain, namespace
 
@@ -17,11 +18,21 @@ SMALL = PartSpec("pages", Coverage.EVERY, 128 * KIB)
 S = 10**9
 
 
+ANY_STATES = Retention(state_ratio=1)
+
+
 class Crowd:
     """A pool of ``num_extents`` extents of 1 MiB, and one session for each namespace."""
 
-    def __init__(self, num_extents: int, *namespaces: tuple[PartSpec, ...]) -> None:
-        self.pool = Pool(epoch=1, arena_bytes=num_extents * MIB, extent_bytes=MIB)
+    def __init__(
+        self,
+        num_extents: int,
+        *namespaces: tuple[PartSpec, ...],
+        retention: Retention = ANY_STATES,
+    ) -> None:
+        self.pool = Pool(
+            epoch=1, arena_bytes=num_extents * MIB, extent_bytes=MIB, retention=retention
+        )
         self.parts = namespaces
         for number, parts in enumerate(namespaces):
             assert self.pool.add_namespace(namespace(*parts)) == number

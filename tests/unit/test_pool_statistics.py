@@ -84,7 +84,7 @@ def test_what_requests_got() -> None:
     figures.pool.lookup(figures.number, chain(4, tag="x"), KEY_BYTES)
     now = figures.now()
     assert now["reserves"] == {
-        "granted": 2, "present": 1, "hole": 1, "full": 0, "off": 0, "limit": 0
+        "granted": 2, "present": 1, "hole": 1, "full": 0, "not-admitted": 0, "off": 0, "limit": 0
     }  # fmt: skip
     assert now["pins"] == {"granted": 0, "miss": 1, "off": 0, "limit": 0}
     assert now["lookups"] == {"hit": 0, "pending": 1, "miss": 1}

@@ -27,6 +27,9 @@ KEY_BYTES: Final = (16, 32)
 """Allowed lengths of one block key, in bytes (128-bit and 256-bit digests)."""
 KEYS_PER_REQUEST_MAX: Final = 65_536
 """Blocks of one prefix; 65,536 blocks of 256 tokens are 16 M tokens."""
+BLOCKS_PER_RESERVE_MAX: Final = 2048
+"""Blocks with pages that one reserve grants; the writer asks for the others with its next step.
+Granting so many, and evicting for each, takes a fraction of REQUEST_TIMEOUT_S."""
 PARTS_MAX: Final = 8
 RANKS_MAX: Final = 64
 LEASES_PER_SESSION_MAX: Final = 65_536

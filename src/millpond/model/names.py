@@ -42,6 +42,20 @@ class SlotState(enum.StrEnum):
     QUARANTINED = "quarantined"
 
 
+class Eviction(enum.StrEnum):
+    """Which block leaves a full pool first: see ``pool/policies``."""
+
+    LRU = "lru"
+    ARC = "arc"
+
+
+class Admission(enum.StrEnum):
+    """Which new blocks are stored: all, or those that some request had asked for before."""
+
+    ALWAYS = "always"
+    SECOND_TOUCH = "second-touch"
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRef:
     """Where a part of a block lies: stale as soon as epoch or generation has moved."""

@@ -1,17 +1,18 @@
 """Extents and slots: which byte ranges of the arena exist, and who owns each.
 
 The slot area is cut into equal extents. An extent is unassigned, or serves slots of one size
-(a ``SlotTable``); it returns to unassigned as soon as its last slot is free, so that memory
-moves between models with different slots.
+and kind (a ``SlotTable``); it returns to unassigned as soon as its last slot is free, so that
+memory moves between models with different slots, and between pages and states.
 
-There is no object for a slot. Everything about slot 5 of a size is in row 5 of the columns of
-its table: a million slots are ten arrays, which cost 50 bytes a slot and which the garbage
-collector never walks (a million objects would stop the daemon for half a second at a time).
+There is no object for a slot. Everything about slot 5 of a table is in row 5 of its columns:
+a million slots are ten arrays, which cost 50 bytes a slot and which the garbage collector
+never walks (a million objects would stop the daemon for half a second at a time).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -25,6 +26,7 @@ from millpond.model.limits import (
 )
 from millpond.model.names import SlotRef, SlotState
 from millpond.pool.policies.base import EvictionPolicy, PolicyFactory
+from millpond.pool.policies.order import Order
 
 FREE: Final = 0
 RESERVED: Final = 1
@@ -78,19 +80,31 @@ class Extent:
 
 
 class SlotTable:
-    """All slots of one size, as columns; row 0 is unused.
+    """All slots of one size and kind, as columns; row 0 is unused.
+
+    ``holds_states`` says that they are for the recurrent states of hybrid models, which have
+    a budget and therefore share no extent with pages, not even with such of the same size.
 
     ``num_holds`` counts the leases that may touch the slot, the writer's included. A slot
     becomes FREE only when that is zero: this one rule keeps raw copies of slow, expired or
     dead readers and writers away from memory that somebody else was given.
     ``node`` and ``owner`` (which part of which namespace) say where the index refers to the
     slot; ``node`` is NONE for a slot that has left it.
+
+    ``is_spare`` marks slots that serve nobody any more (``states.py`` says which). While they
+    are evictable they are in ``spares``, which goes before whatever ``policy`` would evict.
     """
 
-    def __init__(self, slot_bytes: int, extent_bytes: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, slot_bytes: int, extent_bytes: int, policy: EvictionPolicy, *, holds_states: bool
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.slots_per_extent = extent_bytes // slot_bytes
+        self.holds_states = holds_states
         self.policy = policy
+        self.spares = Order()
+        self.is_spare = bytearray(1)
+        self.num_used = 0
         self.offset: array[int] = array("Q", [0])
         self.generation: array[int] = array("Q", [0])
         self.state = bytearray(1)
@@ -104,7 +118,8 @@ class SlotTable:
         self.with_room: dict[int, Extent] = {}
         """Extents with a free slot, by number, the longest assigned first: new slots go
         there, so that the others can fall empty."""
-        self.num_evictions = 0
+        self.num_evictions: Counter[str] = Counter()
+        """Slots that were evicted, by why they were chosen."""
 
     def extent_of(self, slot: int) -> Extent:
         """Return the extent in which ``slot`` lies."""
@@ -112,6 +127,38 @@ class SlotTable:
         if extent is None:
             raise InvariantBroken(f"slot {slot} of {self.slot_bytes} bytes lies in no extent")
         return extent
+
+    def set_evictable(self, slot: int) -> None:
+        """Let ``slot`` be evicted when its turn comes."""
+        (self.spares if self.is_spare[slot] else self.policy).add(slot, self.last_use_ns[slot])
+
+    def set_in_use(self, slot: int) -> None:
+        """Keep ``slot`` from being evicted."""
+        (self.spares if self.is_spare[slot] else self.policy).discard(slot)
+
+    def is_evictable(self, slot: int) -> bool:
+        """Return whether ``slot`` may be evicted."""
+        return slot in (self.spares if self.is_spare[slot] else self.policy)
+
+    def mark(self, slot: int, *, is_spare: bool) -> None:
+        """Say whether ``slot`` is to go before others."""
+        if self.is_spare[slot] == is_spare:
+            return
+        is_evictable = self.is_evictable(slot)
+        if is_evictable:
+            self.set_in_use(slot)
+        self.is_spare[slot] = is_spare
+        if is_evictable:
+            self.set_evictable(slot)
+
+    def forget(self, slot: int, evicted_key: bytes | None) -> None:
+        """Note that no index refers to ``slot`` any more; see ``EvictionPolicy.leave``."""
+        if self.is_spare[slot]:
+            self.spares.discard(slot)
+            self.is_spare[slot] = 0
+            evicted_key = None  # nobody is to regret it
+        self.policy.leave(slot, evicted_key)
+        self.node[slot] = NONE
 
     def assigned(self) -> Iterator[Extent]:
         """Iterate over the extents that serve this size."""
@@ -130,6 +177,7 @@ class SlotTable:
             for column in (self.writer, self.node, self.owner):
                 column.frombytes(bytes(size * column.itemsize))
             self.state.extend(bytes(size))
+            self.is_spare.extend(bytes(size))
         extent = Extent(number, self, 1 + position * size)
         start = number * extent_bytes
         offsets = range(start, start + size * self.slot_bytes, self.slot_bytes)
@@ -165,53 +213,69 @@ class Allocator:
         self.extent_bytes = extent_bytes
         self.extents: list[Extent | None] = [None] * (arena_bytes // extent_bytes)
         self.unassigned = list(range(len(self.extents) - 1, -1, -1))
-        self.tables: dict[int, SlotTable] = {}
+        self.tables: list[SlotTable] = []
         self._make_policy = make_policy
         self._last_generation = 0
 
-    def table(self, slot_bytes: int) -> SlotTable:
+    def table(self, slot_bytes: int, *, holds_states: bool = False) -> SlotTable:
         """Return the table of slots of this (aligned) size; it may own no extent yet."""
-        table = self.tables.get(slot_bytes)
-        if table is None:
-            table = SlotTable(slot_bytes, self.extent_bytes, self._make_policy())
-            self.tables[slot_bytes] = table
+        for table in self.tables:
+            if (table.slot_bytes, table.holds_states) == (slot_bytes, holds_states):
+                return table
+        policy = self._make_policy()
+        table = SlotTable(slot_bytes, self.extent_bytes, policy, holds_states=holds_states)
+        self.tables.append(table)
         return table
 
-    def take(self, table: SlotTable) -> int | None:
-        """Reserve a free slot, held once (by its writer to be); None when there is none."""
-        if not table.with_room:
-            if not self.unassigned:
-                return None
-            number = self.unassigned.pop()
-            table.open_extent(number, self.extent_bytes)
-            self.extents[number] = table.with_room[number]
-        extent = next(iter(table.with_room.values()))
-        slot = extent.free.pop()
-        if not extent.free:
-            del table.with_room[extent.number]
-        if table.state[slot] != FREE or table.num_holds[slot]:
-            raise InvariantBroken(f"slot {slot} of {table.slot_bytes} bytes is free and in use")
-        self._last_generation += 1
-        table.generation[slot] = self._last_generation
-        table.state[slot] = RESERVED
-        table.num_holds[slot] = 1
-        return slot
+    def take(self, table: SlotTable, num_max: int) -> array[int]:
+        """Reserve at most ``num_max`` free slots, each held once (by its writer to be)."""
+        taken: array[int] = array("I")
+        state, holds, generations = table.state, table.num_holds, table.generation
+        while len(taken) < num_max and (table.with_room or self._assign(table)):
+            extent = next(iter(table.with_room.values()))
+            slots = extent.free[: -1 - (num_max - len(taken)) : -1]
+            del extent.free[-len(slots) :]
+            if not extent.free:
+                del table.with_room[extent.number]
+            for slot in slots:
+                if state[slot] != FREE or holds[slot]:
+                    raise InvariantBroken(
+                        f"slot {slot} of {table.slot_bytes} bytes is free and in use"
+                    )
+                self._last_generation += 1
+                generations[slot] = self._last_generation
+                state[slot] = RESERVED
+                holds[slot] = 1
+            taken += slots
+        table.num_used += len(taken)
+        return taken
+
+    def _assign(self, table: SlotTable) -> bool:
+        if not self.unassigned:
+            return False
+        number = self.unassigned.pop()
+        table.open_extent(number, self.extent_bytes)
+        self.extents[number] = table.with_room[number]
+        return True
 
     def give(self, table: SlotTable, slot: int) -> None:
         """Make a slot free that no lease holds and no index refers to."""
         if table.num_holds[slot] or table.node[slot] or table.state[slot] == FREE:
             raise InvariantBroken(f"slot {slot} of {table.slot_bytes} bytes freed while in use")
         table.state[slot] = FREE
+        table.num_used -= 1
         extent = table.extent_of(slot)
         extent.free.append(slot)
-        table.with_room.setdefault(extent.number, extent)
-        if not extent.num_used:
+        if len(extent.free) == 1:
+            table.with_room[extent.number] = extent
+        if len(extent.free) == table.slots_per_extent:
             self._unassign(extent)
 
     def give_all(self, extent: Extent) -> None:
         """Make all slots of an extent free at once; no lease may hold one, no index keep one."""
         if extent.is_held():
             raise InvariantBroken(f"extent {extent.number} freed while a lease holds a slot")
+        extent.table.num_used -= extent.num_used
         extent.table.state[extent.first_slot : extent.slots.stop] = bytes(len(extent.slots))
         self._unassign(extent)
 

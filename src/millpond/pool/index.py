@@ -15,6 +15,7 @@ the empty prefix. ``slots[p][node]`` is the slot of part p, or NONE.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,6 +57,9 @@ class Index:
         self.every = tuple(part for part in parts if part.is_every)
         self.tails = tuple(part for part in parts if not part.is_every)
         """Parts that only a resumable boundary needs: LAST and WINDOW."""
+        self.lasts = tuple(part for part in self.tails if part.coverage is Coverage.LAST)
+        self.is_hybrid = bool(self.every and self.lasts)
+        """Whether blocks have pages that are of no use without a state."""
         by_last = sorted(self.tails, key=lambda part: part.coverage is not Coverage.LAST)
         self.first_part = (*self.every, *by_last)[0]
         """The part by which blocks are counted: EVERY before LAST before WINDOW."""
@@ -112,8 +116,7 @@ class Index:
         """
         is_pending = False
         # Most blocks have no state; skipping those is the hot loop of a hybrid lookup.
-        lasts = [self.slots[p.number] for p in self.tails if p.coverage is Coverage.LAST]
-        sparse = lasts[0] if lasts else None
+        sparse = self.slots[self.lasts[0].number] if self.lasts else None
         parent = self.parent
         while node != ROOT:
             if sparse is not None:
@@ -151,6 +154,23 @@ class Index:
             node = parent[node]
         nodes.reverse()
         return nodes
+
+    def slots_up(self, part: Part, node: int) -> Iterator[int]:
+        """Yield the slots of ``part`` from ``node`` up to the beginning of its prefix."""
+        column, parent = self.slots[part.number], self.parent
+        while node != ROOT:
+            if column[node]:
+                yield column[node]
+            node = parent[node]
+
+    def is_fork(self, node: int) -> bool:
+        """Return whether more than one block follows ``node``."""
+        child = self.child[node]
+        return child != NONE and self.older[child] != NONE
+
+    def has_state(self, node: int) -> bool:
+        """Return whether ``node`` has a LAST slot, written or being written."""
+        return any(self.slots[part.number][node] for part in self.lasts)
 
     def subtree(self, node: int) -> list[int]:
         """Return ``node`` and all its descendants, each after its parent."""

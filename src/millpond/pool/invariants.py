@@ -6,18 +6,22 @@ from collections import Counter
 
 from millpond.model.errors import InvariantBroken
 from millpond.pool.allocator import COMMITTED, FREE, NONE, RESERVED, Extent, SlotTable
+from millpond.pool.evicting import Evictor
 from millpond.pool.index import ROOT, Index
 from millpond.pool.sessions import Lease, Sessions, Writing
 from millpond.pool.store import Store
 
 
-def check_invariants(store: Store, sessions: Sessions) -> None:
+def check_invariants(evictor: Evictor, sessions: Sessions) -> None:
     """Raise ``InvariantBroken`` with the first contradiction that is found."""
+    store = evictor.store
     _check_extents(store)
     for namespace_id, index in enumerate(store.indexes):
         _check_tree(index, f"namespace {namespace_id}")
         _check_blocks(store, index, f"namespace {namespace_id}")
+        _check_spares(index, f"namespace {namespace_id}")
     _check_slots(store)
+    _check_budget(evictor)
     _check_leases(store, sessions)
 
 
@@ -35,11 +39,11 @@ def _check_extents(store: Store) -> None:
             unassigned[number] == (extent is None), f"extent {number} is listed wrong as unassigned"
         )
     _require(unassigned.total() <= len(allocator.extents), "an extent is unassigned twice")
-    assigned = [e for table in allocator.tables.values() for e in table.assigned()]
+    assigned = [e for table in allocator.tables for e in table.assigned()]
     numbers = sorted(extent.number for extent in assigned)
     expected = [number for number, extent in enumerate(allocator.extents) if extent is not None]
     _require(numbers == expected, f"extents {numbers} are in tables, {expected} are assigned")
-    for table in allocator.tables.values():
+    for table in allocator.tables:
         for position, extent in enumerate(table.extents):
             if extent is not None:
                 first = 1 + position * table.slots_per_extent
@@ -47,6 +51,8 @@ def _check_extents(store: Store) -> None:
                 _check_extent(table, extent, allocator.extent_bytes)
         rooms = {e.number for e in table.assigned() if e.free}
         _require(rooms == set(table.with_room), f"{table.slot_bytes}: extents with room are wrong")
+        num_used = sum(extent.num_used for extent in table.assigned())
+        _require(table.num_used == num_used, f"{table.slot_bytes}: {num_used} slots are in use")
 
 
 def _check_extent(table: SlotTable, extent: Extent, extent_bytes: int) -> None:
@@ -104,16 +110,41 @@ def _check_blocks(store: Store, index: Index, name: str) -> None:
         leads_on = index.child[node] or any(column[node] for column in index.slots)
         _require(leads_on, f"{block}: has neither slots nor children")
         for part, slot, is_evictable in store.evictable(index, node):
-            known = slot in part.table.policy
+            known = part.table.is_evictable(slot)
             _require(
                 known == is_evictable,
                 f"{block}: evictable is {is_evictable}, for the policy {known}",
             )
 
 
+def _check_spares(index: Index, name: str) -> None:
+    """Spare states have a deeper one after them; spare pages that could go have no state."""
+    for key, node in index.rows.items():
+        block = f"{name}, block {key.hex()}"
+        for part in index.parts:
+            slot = index.slots[part.number][node]
+            if not slot or not part.table.is_spare[slot]:
+                continue
+            if part.is_every:
+                has_use = not index.child[node] and any(
+                    last.table.state[index.slots[last.number][node]] == COMMITTED
+                    for last in index.lasts
+                )
+            else:
+                column = index.slots[part.number]
+                has_use = not any(column[after] for after in index.subtree(node)[1:])
+            _require(not has_use, f"{block}: part {part.number} is spare and of use")
+
+
+def _check_budget(evictor: Evictor) -> None:
+    tables = [table for table in evictor.store.allocator.tables if table.holds_states]
+    num_bytes = sum(table.num_used * table.slot_bytes for table in tables)
+    _require(num_bytes <= evictor.state_bytes_max, f"states take {num_bytes} bytes")
+
+
 def _check_slots(store: Store) -> None:
     """Slots refer to blocks that refer back; holds fit states; policies hold no strangers."""
-    for table in store.allocator.tables.values():
+    for table in store.allocator.tables:
         for extent in table.assigned():
             for slot in extent.slots:
                 name = f"slot {slot} of {table.slot_bytes} bytes"
@@ -129,16 +160,17 @@ def _check_slots(store: Store) -> None:
                     _require(not holds, f"{name}: free and held {holds} times")
                 elif state != COMMITTED:
                     _require(holds, f"{name}: state {state} and held by nobody")
-        for slot in table.policy:
-            _require(table.state[slot] == COMMITTED, f"policy of {table.slot_bytes} keeps {slot}")
-        _require(
-            len(table.policy) == sum(1 for _ in table.policy), "a policy has miscounted its slots"
-        )
+        for slots in (table.policy, table.spares):
+            for slot in slots:
+                is_here = slots is (table.spares if table.is_spare[slot] else table.policy)
+                is_known = is_here and table.state[slot] == COMMITTED
+                _require(is_known, f"policy of {table.slot_bytes} keeps {slot}")
+            _require(len(slots) == sum(1 for _ in slots), "a policy has miscounted its slots")
 
 
 def _check_leases(store: Store, sessions: Sessions) -> None:
     """Holds are just what the live leases hold; reserved slots have one live writer each."""
-    holds: dict[SlotTable, Counter[int]] = {t: Counter() for t in store.allocator.tables.values()}
+    holds: dict[SlotTable, Counter[int]] = {t: Counter() for t in store.allocator.tables}
     writers: dict[SlotTable, Counter[int]] = {t: Counter() for t in holds}
     unaborted: set[int] = set()
     for session in sessions.by_id.values():

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from zlib import crc32
 
 from millpond.model.errors import HandshakeRefused, LeaseUnknown
 from millpond.model.leases import LookupResult, ReadLease, WriteLease
@@ -34,16 +35,18 @@ from millpond.model.limits import (
     RANKS_MAX,
     WRITE_LEASE_S_MAX,
 )
-from millpond.model.names import Outcome, SlotRef, SlotState
+from millpond.model.names import Coverage, Outcome, SlotRef, SlotState
 from millpond.model.namespace import Namespace, aligned_slot_bytes
+from millpond.model.retention import Retention
 from millpond.pool.allocator import RESERVED, STATES, Allocator, default_extent_bytes
+from millpond.pool.evicting import Evictor
 from millpond.pool.index import Index, Part
 from millpond.pool.inspection import describe_blocks
 from millpond.pool.invariants import check_invariants
-from millpond.pool.policies.base import PolicyFactory
-from millpond.pool.policies.lru import LruPolicy
-from millpond.pool.reserving import Grant, Wish, grant_slots
-from millpond.pool.sessions import Lease, Reading, Session, Sessions, Writing
+from millpond.pool.policies.chosen import ADMISSION, EVICTION
+from millpond.pool.reading import blocks_to_read, longest_usable, pairs_of
+from millpond.pool.reserving import Wish, grant_slots
+from millpond.pool.sessions import Lease, Reading, Replica, Session, Sessions, Writing
 from millpond.pool.statistics import Counts, pool_statistics
 from millpond.pool.store import Store
 
@@ -56,7 +59,7 @@ class Pool:
     """Which blocks are kept, where, and who may touch them; owned by one thread.
 
     ``arena_bytes`` is the slot area, without the arena's header; all offsets count from its
-    start. ``policy`` makes the eviction policy of each slot size.
+    start. ``retention`` says which blocks are stored and which leave first.
     """
 
     def __init__(
@@ -65,16 +68,23 @@ class Pool:
         epoch: int,
         arena_bytes: int,
         extent_bytes: int,
-        policy: PolicyFactory = LruPolicy,
+        retention: Retention | None = None,
     ) -> None:
+        self._retention = retention or Retention()
         self._allocator = Allocator(
-            epoch=epoch, arena_bytes=arena_bytes, extent_bytes=extent_bytes, make_policy=policy
+            epoch=epoch,
+            arena_bytes=arena_bytes,
+            extent_bytes=extent_bytes,
+            make_policy=EVICTION[self._retention.eviction],
         )
         self._store = Store(self._allocator)
+        self._evictor = Evictor(self._store, int(self._retention.state_ratio * arena_bytes))
+        self._admission = ADMISSION[self._retention.admission]()
         self._sessions = Sessions()
         self._namespace_ids: dict[bytes, int] = {}
         self._enabled = True
         self._counts = Counts()
+        self._num_reserves = 0
 
     # ------------------------------------------------------------ who takes part
 
@@ -102,12 +112,16 @@ class Pool:
                     f"part {spec.name!r} needs slots of {spec.slot_bytes} bytes; an extent of "
                     f"this pool has {extent_bytes}: start the pool with a larger size",
                 )
+        has_pages = any(spec.coverage is Coverage.EVERY for spec in namespace.parts)
         parts = tuple(
             Part(
                 number=number,
                 coverage=spec.coverage,
                 window_blocks=spec.window_blocks,
-                table=self._allocator.table(aligned_slot_bytes(spec.slot_bytes)),
+                table=self._allocator.table(
+                    aligned_slot_bytes(spec.slot_bytes),
+                    holds_states=has_pages and spec.coverage is Coverage.LAST,
+                ),
                 owner=namespace_id * PARTS_MAX + number,
             )
             for number, spec in enumerate(namespace.parts)
@@ -177,7 +191,7 @@ class Pool:
         index = self._index(namespace_id)
         if not self._enabled:
             return LookupResult(0, Outcome.MISS)
-        num_blocks, _, outcome = _longest_usable(index, keys, key_bytes, num_keys)
+        num_blocks, _, outcome = longest_usable(index, keys, key_bytes, num_keys)
         self._counts.lookups[outcome] += 1
         return LookupResult(num_blocks, outcome)
 
@@ -196,17 +210,17 @@ class Pool:
         if not self._enabled:
             return self._refuse_pin(0, Outcome.MISS, "off")
         index = record.index
-        num_blocks, node, outcome = _longest_usable(index, keys, key_bytes, num_keys)
+        num_blocks, node, outcome = longest_usable(index, keys, key_bytes, num_keys)
         if num_blocks <= first_block:
             return self._refuse_pin(num_blocks, outcome, "miss")
         if len(record.leases) >= LEASES_PER_SESSION_MAX:
             return self._refuse_pin(num_blocks, outcome, "limit")
         slots: list[array[int]] = []
         offsets: list[array[int]] = []
-        for part, blocks in _blocks_to_read(index, first_block, num_blocks):
+        for part, blocks in blocks_to_read(index, first_block, num_blocks):
             held = self._store.hold(part, index, index.path(node, len(blocks)), now_ns)
             slots.append(held)
-            offsets.append(_pairs(blocks, map(part.table.offset.__getitem__, held)))
+            offsets.append(pairs_of(blocks, map(part.table.offset.__getitem__, held)))
         self._store.refresh(index, node)
         lease = Reading(self._sessions.next_lease_id(), record, tuple(slots), record.all_ranks)
         record.leases[lease.lease_id] = lease
@@ -244,25 +258,37 @@ class Pool:
         first_block: int,
         parts: tuple[Sequence[int], ...],
         now_ns: int,
+        request_id: str | None = None,
     ) -> WriteLease:
         """Reserve slots for what is missing of a chain of blocks that starts at block 0.
 
         ``parts[p]`` lists the blocks that part p can be written for (LAST, WINDOW); it is
         empty for an EVERY part, which is written for every missing block from
-        ``first_block`` on. ``reason`` where nothing is granted: ``off``, ``present``,
-        ``hole`` (blocks before ``first_block`` are missing), ``full`` or ``limit``.
+        ``first_block`` on, at most BLOCKS_PER_RESERVE_MAX. ``request_id`` tells the requests
+        of a session apart, for admission by second touch; without it, each reserve counts as
+        a request. ``reason`` where nothing is granted: ``off``, ``present``, ``hole`` (blocks
+        before ``first_block`` are missing), ``full``, ``not-admitted`` or ``limit``.
         ``ValueError`` for a session that is not open, blocks out of range or a broken chain.
         """
         record = self._sessions.opened(session)
-        wish = Wish(record.index, keys, key_bytes, _num_keys(keys, key_bytes), first_block, parts)
-        if not self._enabled:
-            return self._refuse_reserve(first_block, "off")
-        if len(record.leases) >= LEASES_PER_SESSION_MAX:
-            return self._refuse_reserve(first_block, "limit")
-        grant = grant_slots(self._store, wish, now_ns)
-        if not isinstance(grant, Grant):
-            return self._refuse_reserve(first_block, grant)
+        wish = Wish(
+            index=record.index,
+            keys=keys,
+            key_bytes=key_bytes,
+            num_keys=_num_keys(keys, key_bytes),
+            first_block=first_block,
+            parts=parts,
+            request=self._request_number(session, request_id),
+        )
         replica = record.replica
+        if not self._enabled:
+            return self._refuse_reserve(replica, first_block, "off")
+        if len(record.leases) >= LEASES_PER_SESSION_MAX:
+            return self._refuse_reserve(replica, first_block, "limit")
+        grant = grant_slots(self._evictor, self._admission, wish, now_ns)
+        self._counts.note_refused(grant.refused)
+        if grant.reason:
+            return self._refuse_reserve(replica, first_block, grant.reason)
         for part, slots in zip(record.index.parts, grant.slots, strict=True):
             for slot in slots:
                 part.table.writer[slot] = replica.number
@@ -279,8 +305,15 @@ class Pool:
         self._counts.reserves["granted"] += 1
         return WriteLease(lease.lease_id, grant.first_block, grant.offsets)
 
-    def _refuse_reserve(self, first_block: int, reason: str) -> WriteLease:
+    def _request_number(self, session: int, request_id: str | None) -> int:
+        if request_id is None:
+            self._num_reserves += 1
+            return self._num_reserves
+        return session << 32 | crc32(request_id.encode())
+
+    def _refuse_reserve(self, replica: Replica, first_block: int, reason: str) -> WriteLease:
         self._counts.reserves[reason] += 1
+        replica.num_reserves_refused[reason] += 1
         return WriteLease(None, first_block, reason=reason)
 
     # ------------------------------------------------------------ the ends of leases
@@ -336,8 +369,10 @@ class Pool:
         index = lease.session.index
         first = index.first_part
         for part, slots in zip(index.parts, lease.slots, strict=True):
-            # Slots of blocks whose ancestors left meanwhile are in quarantine.
-            written = [slot for slot in slots if part.table.state[slot] == RESERVED]
+            # Slots of blocks whose ancestors left meanwhile are in quarantine. States were
+            # taken from the deepest up: each is to find the one before it committed.
+            in_order = slots if part.is_every else reversed(slots)
+            written = [slot for slot in in_order if part.table.state[slot] == RESERVED]
             for slot in written:
                 self._store.commit(part, index, slot, now_ns)
             if part is first:
@@ -374,7 +409,11 @@ class Pool:
         self._enabled = enabled
 
     def flush(self) -> int:
-        """Forget every block; return how many. Slots under lease are freed as leases end."""
+        """Forget every block, and that it was asked for; return how many there were.
+
+        Slots under lease are freed as leases end.
+        """
+        self._admission.clear()
         return self._store.clear()
 
     def slot_at(self, offset_bytes: int) -> SlotRef:
@@ -393,8 +432,17 @@ class Pool:
 
     def statistics(self) -> dict[str, object]:
         """Return counts and sizes as plain dicts, lists, strings and numbers (msgpack-able)."""
-        statistics = pool_statistics(self._store, self._sessions, self._counts)
-        return {"enabled": self._enabled, **statistics}
+        return {
+            "enabled": self._enabled,
+            "retention": {
+                "eviction": self._retention.eviction.value,
+                "admission": self._retention.admission.value,
+                "state_ratio": self._retention.state_ratio,
+                "state_bytes_max": self._evictor.state_bytes_max,
+            },
+            "admission": self._admission.statistics(),
+            **pool_statistics(self._evictor, self._sessions, self._counts),
+        }
 
     def blocks(self, num_max: int) -> list[dict[str, object]]:
         """Return where at most ``num_max`` blocks lie, as plain values; not for hot paths.
@@ -407,7 +455,7 @@ class Pool:
 
     def check_invariants(self) -> None:
         """Raise ``InvariantBroken`` naming what is wrong; walks everything, not for hot paths."""
-        check_invariants(self._store, self._sessions)
+        check_invariants(self._evictor, self._sessions)
 
     def _index(self, namespace_id: int) -> Index:
         if not 0 <= namespace_id < len(self._store.indexes):
@@ -428,35 +476,3 @@ def _rank_bit(session: Session, rank: int) -> int:
     if not 0 <= rank < session.num_ranks:
         raise ValueError(f"rank {rank} in a session of {session.num_ranks}")
     return 1 << rank
-
-
-def _longest_usable(
-    index: Index, keys: bytes, key_bytes: int, num_keys: int
-) -> tuple[int, int, Outcome]:
-    """Return the usable blocks, the node of the last one, and what stands after them."""
-    num_ready, node = index.longest_ready(keys, key_bytes)
-    is_pending = num_ready < num_keys and index.find(keys, key_bytes, num_ready) is not None
-    if index.tails:
-        node, is_tail_pending = index.resumable(node)
-        is_pending = is_pending or is_tail_pending
-    num_blocks = index.depth[node]
-    if num_blocks == num_keys:
-        return num_blocks, node, Outcome.HIT
-    return num_blocks, node, Outcome.PENDING if is_pending else Outcome.MISS
-
-
-def _blocks_to_read(index: Index, first_block: int, num_blocks: int) -> list[tuple[Part, range]]:
-    """Return for each part the blocks of it that a reader needs."""
-    wanted: list[tuple[Part, range]] = []
-    for part in index.parts:
-        first = first_block if part.is_every else max(0, num_blocks - (part.window_blocks or 1))
-        wanted.append((part, range(first, num_blocks)))
-    return wanted
-
-
-def _pairs(blocks: range, offsets: Iterable[int]) -> array[int]:
-    """Return (block, offset, block, offset, ...) without a loop in Python."""
-    pairs = array("Q", bytes(16 * len(blocks)))
-    pairs[0::2] = array("Q", blocks)
-    pairs[1::2] = array("Q", offsets)
-    return pairs

@@ -1,8 +1,8 @@
 """What a reservation gets: which blocks and parts are missing, and slots for them.
 
 A block that anybody has written or is writing is not written again. Pages (EVERY parts) are
-granted without a gap from the first missing block until no slot can be had; states and
-windows wherever their block is there or is being granted.
+granted without a gap from the first missing block until the admission policy, the limit of one
+request or the room ends; states and windows wherever their block is there or is being granted.
 """
 
 from __future__ import annotations
@@ -10,15 +10,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from millpond.model.leases import NO_SLOT
+from millpond.model.limits import BLOCKS_PER_RESERVE_MAX
+from millpond.pool.evicting import Evictor
 from millpond.pool.index import Index, Part
-from millpond.pool.store import Store
+from millpond.pool.policies.base import AdmissionPolicy
+
+_U64_MASK: Final = 2**64 - 1
+_NAMESPACE_STRIDE: Final = 0x9E37_79B9_7F4A_7C15
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the writer can supply: see ``Pool.reserve``. ``ValueError`` for nonsense."""
+    """What the writer can supply: see ``Pool.reserve``. ``ValueError`` for nonsense.
+
+    ``request`` is a number that tells the writer's requests apart.
+    """
 
     index: Index
     keys: bytes
@@ -26,6 +35,7 @@ class Wish:
     num_keys: int
     first_block: int
     parts: tuple[Sequence[int], ...]
+    request: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_block <= self.num_keys:
@@ -42,39 +52,46 @@ class Wish:
         """Return the key of one block."""
         return self.keys[block * self.key_bytes : (block + 1) * self.key_bytes]
 
+    def short_keys(self, first_block: int, num_blocks: int) -> array[int]:
+        """Return 64 bits of the keys of some blocks, different for each namespace."""
+        start = first_block * self.key_bytes
+        words = array("Q", self.keys[start : start + num_blocks * self.key_bytes])
+        firsts = words[:: self.key_bytes // words.itemsize]
+        owner = self.index.parts[0].owner
+        if not owner:
+            return firsts
+        salt = owner * _NAMESPACE_STRIDE & _U64_MASK
+        return array("Q", (key ^ salt for key in firsts))
+
+
+@dataclass(slots=True)
+class Refused:
+    """What of a wish was not granted: blocks by why, and states and windows for want of room."""
+
+    not_admitted: int = 0
+    beyond_limit: int = 0
+    no_room: int = 0
+    tails: int = 0
+
+    def reason(self) -> str:
+        """Return why there is nothing to write, where nothing was granted."""
+        if self.no_room or self.tails:
+            return "full"
+        return "not-admitted" if self.not_admitted else "present"
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Reserved slots by part, and their offsets by part and block from ``first_block`` on."""
+    """Reserved slots by part, and their offsets by part and block from ``first_block`` on.
 
-    first_block: int
-    slots: tuple[array[int], ...]
-    offsets: tuple[array[int], ...]
+    ``reason`` is empty, or says why nothing was granted.
+    """
 
-
-class _Taken:
-    """Slots taken for one reservation, by part and block; not in the index yet."""
-
-    def __init__(self, store: Store, index: Index, now_ns: int) -> None:
-        self.by_part: tuple[dict[int, int], ...] = tuple({} for _ in index.parts)
-        self._store = store
-        self._now_ns = now_ns
-
-    def take(self, part: Part, block: int) -> bool:
-        slot = self._store.obtain(part.table, self._now_ns)
-        if slot is None:
-            return False
-        self.by_part[part.number][block] = slot
-        return True
-
-    def give_back(self, part: Part, block: int) -> None:
-        slot = self.by_part[part.number].pop(block, None)
-        if slot is not None:
-            part.table.num_holds[slot] = 0
-            self._store.allocator.give(part.table, slot)
-
-    def blocks(self) -> set[int]:
-        return {block for slots in self.by_part for block in slots}
+    reason: str
+    refused: Refused
+    first_block: int = 0
+    slots: tuple[array[int], ...] = ()
+    offsets: tuple[array[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +100,7 @@ class _Chain:
 
     ``present`` has the nodes of the blocks ``first_present`` to ``num_present - 1``, as far
     back as a state or window is to be added; ``last_node`` is that of the last present block.
-    ``new_keys`` are those of the missing blocks.
+    ``new_keys`` are those of the missing blocks that may be stored now.
     """
 
     num_present: int
@@ -93,42 +110,52 @@ class _Chain:
     new_keys: list[bytes]
 
 
-def grant_slots(store: Store, wish: Wish, now_ns: int) -> Grant | str:
-    """Reserve slots for what ``wish`` can supply; a word says why where there are none."""
-    index = wish.index
+def grant_slots(evictor: Evictor, admission: AdmissionPolicy, wish: Wish, now_ns: int) -> Grant:
+    """Reserve slots for what ``wish`` can supply and ``admission`` lets in."""
+    index, refused = wish.index, Refused()
     num_present, last_node = index.longest_present(wish.keys, wish.key_bytes)
     if index.every and num_present < wish.first_block:
-        return "hole"
-    chain = _checked_chain(wish, num_present, last_node)
-    taken = _Taken(store, index, now_ns)
+        return Grant("hole", refused)
+    chain = _checked_chain(
+        wish, num_present, last_node, _num_storable(admission, wish, num_present, refused)
+    )
+    reservation = _Reservation(evictor, wish, chain, now_ns)
     # Nothing is put into the index before all slots are taken: until then only the prefix
     # that is there already has to be kept from eviction.
-    store.begin_reserving(index, last_node)
+    evictor.begin(index, last_node)
     try:
-        is_wanting = _take_every(taken, wish, num_present)
-        is_wanting = _take_tails(taken, wish, chain) or is_wanting
-        blocks = taken.blocks()
-        _attach(store, wish, taken, chain)
+        stop = num_present + reservation.take_every()
+        refused.no_room = num_present + len(chain.new_keys) - stop
+        refused.tails = sum(reservation.take_tail(part, stop) for part in index.tails)
+        reservation.attach()
     finally:
-        store.end_reserving()
-    if not blocks:
-        return "full" if is_wanting else "present"
-    first, stop = min(blocks), max(blocks) + 1
-    offsets = tuple(
-        _offsets(part, row, range(first, stop))
-        for part, row in zip(index.parts, taken.by_part, strict=True)
-    )
-    return Grant(first, tuple(array("I", row.values()) for row in taken.by_part), offsets)
+        evictor.end()
+    return reservation.grant(refused)
 
 
-def _checked_chain(wish: Wish, num_present: int, last_node: int) -> _Chain:
+def _num_storable(
+    admission: AdmissionPolicy, wish: Wish, num_present: int, refused: Refused
+) -> int:
+    """Return how many of the missing blocks may be stored now."""
+    num_missing = wish.num_keys - num_present
+    # Blocks without pages are cheap, and a state far down could not be stored in pieces.
+    num_offered = min(num_missing, BLOCKS_PER_RESERVE_MAX) if wish.index.every else num_missing
+    refused.beyond_limit = num_missing - num_offered
+    if not num_offered:
+        return 0
+    num_admitted = admission.admit(wish.short_keys(num_present, num_offered), wish.request)
+    refused.not_admitted = num_offered - num_admitted
+    return num_admitted
+
+
+def _checked_chain(wish: Wish, num_present: int, last_node: int, num_new: int) -> _Chain:
     """Return the chain; ``ValueError`` unless the tree and the keys agree on it.
 
     The keys come from a client. If they are not one chain, slots would be put where nothing
     keeps them, or a block would be found under two prefixes.
     """
     index = wish.index
-    new_keys = [wish.key(block) for block in range(num_present, wish.num_keys)]
+    new_keys = [wish.key(block) for block in range(num_present, num_present + num_new)]
     is_chain = len(set(new_keys)) == len(new_keys) and index.rows.keys().isdisjoint(new_keys)
     tail_blocks = {b for blocks in wish.parts for b in blocks if b < num_present}
     first_present = min(tail_blocks, default=num_present)
@@ -141,53 +168,85 @@ def _checked_chain(wish: Wish, num_present: int, last_node: int) -> _Chain:
     return _Chain(num_present, last_node, first_present, present, new_keys)
 
 
-def _take_every(taken: _Taken, wish: Wish, num_present: int) -> bool:
-    """Take the EVERY slots of the missing blocks; return whether some could not be had."""
-    every = wish.index.every
-    if not every:
-        return False
-    for block in range(num_present, wish.num_keys):
-        if not all(taken.take(part, block) for part in every):
-            for part in every:
-                taken.give_back(part, block)
-            return True
-    return False
+class _Reservation:
+    """Slots taken for one wish, by part and block; not in the index before ``attach``."""
 
+    def __init__(self, evictor: Evictor, wish: Wish, chain: _Chain, now_ns: int) -> None:
+        self._evictor = evictor
+        self._wish = wish
+        self._index = wish.index
+        self._chain = chain
+        self._now_ns = now_ns
+        self._rows: tuple[dict[int, int], ...] = tuple({} for _ in wish.index.parts)
 
-def _take_tails(taken: _Taken, wish: Wish, chain: _Chain) -> bool:
-    """Take LAST and WINDOW slots where they are missing; return whether some were wanted."""
-    index = wish.index
-    stop = wish.num_keys
-    if index.every:
-        stop = chain.num_present + len(taken.by_part[index.every[0].number])
-    is_wanting = False
-    for part in index.tails:
+    def take_every(self) -> int:
+        """Take slots for the pages of the new blocks; return how many blocks got all of theirs."""
+        num_blocks = len(self._chain.new_keys)
+        if not self._index.every:
+            return num_blocks
+        taken: list[tuple[Part, array[int]]] = []
+        for part in self._index.every:
+            slots = self._evictor.obtain(part.table, num_blocks, self._now_ns)
+            num_blocks = len(slots)
+            taken.append((part, slots))
+        for part, slots in taken:
+            for slot in slots[num_blocks:]:
+                part.table.num_holds[slot] = 0
+                self._evictor.store.allocator.give(part.table, slot)
+            self._rows[part.number].update(enumerate(slots[:num_blocks], self._chain.num_present))
+        return num_blocks
+
+    def take_tail(self, part: Part, stop: int) -> int:
+        """Take slots of a LAST or WINDOW part before block ``stop``; return how many lack one."""
         # The deepest first: if slots run out, it is the longest prefix that stays resumable.
-        for block in sorted(set(wish.parts[part.number]), reverse=True):
-            if block >= stop:
-                continue
-            if block < chain.num_present:
-                node = chain.present[block - chain.first_present]
-                if index.slots[part.number][node]:
-                    continue
-            is_wanting = True
-            if not taken.take(part, block):
+        blocks = sorted(set(self._wish.parts[part.number]), reverse=True)
+        missing = [block for block in blocks if block < stop and not self._has(part, block)]
+        row = self._rows[part.number]
+        for block in missing:
+            slot = self._obtain(part, is_deepest=not row)
+            if slot is None:
                 break
-    return is_wanting
+            row[block] = slot
+        return len(missing) - len(row)
 
+    def _has(self, part: Part, block: int) -> bool:
+        chain = self._chain
+        if block >= chain.num_present:
+            return False
+        return bool(self._index.slots[part.number][chain.present[block - chain.first_present]])
 
-def _attach(store: Store, wish: Wish, taken: _Taken, chain: _Chain) -> None:
-    """Put the taken slots into the index, with the blocks that are new."""
-    index = wish.index
-    nodes = dict(enumerate(chain.present, chain.first_present))
-    node = chain.last_node
-    for block in range(chain.num_present, max(taken.blocks(), default=-1) + 1):
-        node = nodes[block] = index.add(chain.new_keys[block - chain.num_present], node)
-    for part, row in zip(index.parts, taken.by_part, strict=True):
-        for block, slot in row.items():
-            store.attach(part, index, nodes[block], slot)
-            if block < chain.num_present:
-                store.refresh(index, nodes[block])
+    def _obtain(self, part: Part, *, is_deepest: bool) -> int | None:
+        if part.table.holds_states:
+            return self._evictor.obtain_state(part.table, self._now_ns, is_deepest=is_deepest)
+        slots = self._evictor.obtain(part.table, 1, self._now_ns)
+        return slots[0] if slots else None
+
+    def attach(self) -> None:
+        """Put the slots into the index, with the blocks that are new."""
+        index, chain, store = self._index, self._chain, self._evictor.store
+        nodes = dict(enumerate(chain.present, chain.first_present))
+        node = chain.last_node
+        stop = max((block for row in self._rows for block in row), default=-1) + 1
+        for block in range(chain.num_present, stop):
+            node = nodes[block] = index.add(chain.new_keys[block - chain.num_present], node)
+        for part, row in zip(index.parts, self._rows, strict=True):
+            for block, slot in row.items():
+                store.attach(part, index, nodes[block], slot)
+                if block < chain.num_present:
+                    store.refresh(index, nodes[block])
+
+    def grant(self, refused: Refused) -> Grant:
+        """Return what was taken, or why it is nothing."""
+        blocks = {block for row in self._rows for block in row}
+        if not blocks:
+            return Grant(refused.reason(), refused)
+        first, stop = min(blocks), max(blocks) + 1
+        offsets = tuple(
+            _offsets(part, row, range(first, stop))
+            for part, row in zip(self._index.parts, self._rows, strict=True)
+        )
+        slots = tuple(array("I", row.values()) for row in self._rows)
+        return Grant("", refused, first, slots, offsets)
 
 
 def _offsets(part: Part, row: dict[int, int], blocks: range) -> array[int]:

@@ -8,6 +8,7 @@ closed and its last lease has ended.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 from millpond.model.errors import HandshakeRefused, LeaseUnknown
@@ -27,6 +28,7 @@ class Replica:
     num_read_leases: int = 0
     num_write_leases: int = 0
     num_write_leases_aborted: int = 0
+    num_reserves_refused: Counter[str] = field(default_factory=Counter[str])
     num_blocks_read: int = 0
     num_bytes_read: int = 0
     num_blocks_written: int = 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from millpond.model.names import Outcome
 from millpond.pool.allocator import STATES
+from millpond.pool.evicting import Evictor
+from millpond.pool.reserving import Refused
 from millpond.pool.sessions import Sessions
-from millpond.pool.store import Store
 
 
 def _outcomes() -> dict[str, int]:
@@ -19,7 +21,13 @@ def _pin_results() -> dict[str, int]:
 
 
 def _reserve_results() -> dict[str, int]:
-    return dict.fromkeys(("granted", "present", "hole", "full", "off", "limit"), 0)
+    reasons = ("granted", "present", "hole", "full", "not-admitted", "off", "limit")
+    return dict.fromkeys(reasons, 0)
+
+
+EVICTION_REASONS: Final = ("victim", "spare", "budget", "extent")
+"""Why a slot was evicted: the policy chose it; it served nobody any more; states had reached
+their budget; its extent was needed for another size."""
 
 
 @dataclass(slots=True)
@@ -29,16 +37,28 @@ class Counts:
     lookups: dict[str, int] = field(default_factory=_outcomes)
     pins: dict[str, int] = field(default_factory=_pin_results)
     reserves: dict[str, int] = field(default_factory=_reserve_results)
+    num_blocks_not_admitted: int = 0
+    num_blocks_without_room: int = 0
+    num_blocks_beyond_limit: int = 0
+    num_tails_without_room: int = 0
     num_write_leases_expired: int = 0
 
+    def note_refused(self, refused: Refused) -> None:
+        """Add what one reserve did not get."""
+        self.num_blocks_not_admitted += refused.not_admitted
+        self.num_blocks_without_room += refused.no_room
+        self.num_blocks_beyond_limit += refused.beyond_limit
+        self.num_tails_without_room += refused.tails
 
-def pool_statistics(store: Store, sessions: Sessions, counts: Counts) -> dict[str, object]:
+
+def pool_statistics(evictor: Evictor, sessions: Sessions, counts: Counts) -> dict[str, object]:
     """Return all figures; costs a pass over one byte a slot."""
+    store = evictor.store
     allocator = store.allocator
     sizes: list[dict[str, object]] = []
     num_slots = dict.fromkeys((state.value for state in STATES), 0)
     bytes_by_state = dict.fromkeys((state.value for state in STATES), 0)
-    for table in allocator.tables.values():
+    for table in allocator.tables:
         by_state = {state.value: 0 for state in STATES}
         extents = list(table.assigned())
         for extent in extents:
@@ -51,10 +71,13 @@ def pool_statistics(store: Store, sessions: Sessions, counts: Counts) -> dict[st
         sizes.append(
             {
                 "slot_bytes": table.slot_bytes,
+                "holds_states": table.holds_states,
                 "num_extents": len(extents),
                 "num_slots": by_state,
-                "num_evictable": len(table.policy),
-                "num_evictions": table.num_evictions,
+                "num_evictable": len(table.policy) + len(table.spares),
+                "num_spare": len(table.spares),
+                "num_evictions": table.num_evictions.total(),
+                "policy": table.policy.statistics(),
             }
         )
     bytes_by_state["unassigned"] = len(allocator.unassigned) * allocator.extent_bytes
@@ -63,16 +86,26 @@ def pool_statistics(store: Store, sessions: Sessions, counts: Counts) -> dict[st
         "extent_bytes": allocator.extent_bytes,
         "num_extents": len(allocator.extents),
         "num_extents_unassigned": len(allocator.unassigned),
-        "num_extents_reclaimed": store.num_extents_reclaimed,
+        "num_extents_reclaimed": evictor.num_extents_reclaimed,
         "num_slots": num_slots,
         "bytes": bytes_by_state,
         "slot_sizes": sizes,
         "num_blocks": sum(len(index.rows) for index in store.indexes),
         "num_blocks_by_namespace": [len(index.rows) for index in store.indexes],
-        "num_evictions": sum(table.num_evictions for table in allocator.tables.values()),
+        "num_evictions": sum(table.num_evictions.total() for table in allocator.tables),
+        "evictions": {
+            reason: sum(table.num_evictions[reason] for table in allocator.tables)
+            for reason in EVICTION_REASONS
+        },
         "lookups": dict(counts.lookups),
         "pins": dict(counts.pins),
         "reserves": dict(counts.reserves),
+        "refused": {
+            "num_blocks_not_admitted": counts.num_blocks_not_admitted,
+            "num_blocks_without_room": counts.num_blocks_without_room,
+            "num_blocks_beyond_limit": counts.num_blocks_beyond_limit,
+            "num_tails_without_room": counts.num_tails_without_room,
+        },
         "num_sessions": len(sessions.by_id),
         "num_write_leases": len(sessions.writing),
         "num_leases": sessions.num_leases(),
@@ -82,13 +115,14 @@ def pool_statistics(store: Store, sessions: Sessions, counts: Counts) -> dict[st
     }
 
 
-def _replicas(sessions: Sessions) -> dict[str, dict[str, int]]:
+def _replicas(sessions: Sessions) -> dict[str, dict[str, object]]:
     return {
         replica.name: {
             "num_sessions": replica.num_sessions,
             "num_read_leases": replica.num_read_leases,
             "num_write_leases": replica.num_write_leases,
             "num_write_leases_aborted": replica.num_write_leases_aborted,
+            "num_reserves_refused": dict(replica.num_reserves_refused),
             "num_blocks_read": replica.num_blocks_read,
             "num_bytes_read": replica.num_bytes_read,
             "num_blocks_written": replica.num_blocks_written,

@@ -2,78 +2,34 @@
 
 from __future__ import annotations
 
-import heapq
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-_SLOT_BITS = 32
-_SLOT_MASK = 2**_SLOT_BITS - 1
-_GARBAGE_MIN = 1024
-"""Stale heap entries that are not worth a rebuild."""
+from millpond.pool.policies.order import Order
 
 
-class LruPolicy:
+class LruPolicy(Order):
     """Evicts the slot whose last use is the longest ago; of equals, the lowest number.
 
-    A heap of ``last_use_ns << 32 | slot`` with lazy deletion: one int for an entry instead of
-    a tuple of two keeps a million slots at about 60 bytes each. An entry counts only while
-    the slot is a member with just that time. All operations are O(log n) amortised.
+    It needs to know nothing of slots that are not evictable: the pool keeps the times.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[int] = []
-        self._is_member = bytearray()
-        self._last_use_ns: array[int] = array("Q")
-        self._num_members = 0
+    def enter(self, slot: int, key: bytes) -> None:
+        pass
 
-    def add(self, slot: int, last_use_ns: int) -> None:
-        missing = slot + 1 - len(self._is_member)
-        if missing > 0:
-            self._is_member.extend(bytes(missing))
-            self._last_use_ns.frombytes(bytes(8 * missing))
-        if self._is_member[slot]:
-            if self._last_use_ns[slot] == last_use_ns:
-                return
-        else:
-            self._is_member[slot] = 1
-            self._num_members += 1
-        self._last_use_ns[slot] = last_use_ns
-        heapq.heappush(self._heap, last_use_ns << _SLOT_BITS | slot)
-        if len(self._heap) > 2 * self._num_members + _GARBAGE_MIN:
-            self._rebuild()
+    def leave(self, slot: int, evicted_key: bytes | None) -> None:  # noqa: ARG002 (interface)
+        self.discard(slot)
 
-    def discard(self, slot: int) -> None:
-        if slot in self:
-            self._is_member[slot] = 0
-            self._num_members -= 1
+    def touch(self, slots: Iterable[int], now_ns: int) -> None:
+        for slot in slots:
+            if slot in self:
+                self.add(slot, now_ns)
+            return
 
-    def touch(self, slot: int, now_ns: int) -> None:
-        if slot in self:
-            self.add(slot, now_ns)
+    def hand_up(self, slot: int, parent_slot: int) -> None:
+        pass
 
     def victim(self) -> int | None:
-        heap = self._heap
-        while heap:
-            slot = heap[0] & _SLOT_MASK
-            if self._is_member[slot] and self._last_use_ns[slot] == heap[0] >> _SLOT_BITS:
-                return slot
-            heapq.heappop(heap)
-        return None
+        return self.first()
 
-    def clear(self) -> None:
-        self._heap.clear()
-        self._is_member = bytearray(len(self._is_member))
-        self._num_members = 0
-
-    def __contains__(self, slot: int) -> bool:
-        return slot < len(self._is_member) and self._is_member[slot] == 1
-
-    def __iter__(self) -> Iterator[int]:
-        return (slot for slot, is_member in enumerate(self._is_member) if is_member)
-
-    def __len__(self) -> int:
-        return self._num_members
-
-    def _rebuild(self) -> None:
-        self._heap = [self._last_use_ns[slot] << _SLOT_BITS | slot for slot in self]
-        heapq.heapify(self._heap)
+    def statistics(self) -> dict[str, int]:
+        return {}
