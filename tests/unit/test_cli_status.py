@@ -42,6 +42,7 @@ def statistics(*, epoch: int = 1) -> dict[str, Any]:
             "num_write_leases_expired": 0,
             "pins": {"granted": 7, "miss": 0},
             "reserves": {"granted": 8, "full": 0},
+            "refused": {"num_blocks_without_room": 0},
             "replicas": {"a": {"num_write_leases_aborted": 0}},
             "blocks_by_writer_reader": {"a": {"a": 1, "b": 2}},
         },
@@ -112,6 +113,13 @@ def test_each_refusal_is_shown_with_its_reason(
     assert because.startswith(why)
     assert times == "4,321"
     assert status_line(figures).endswith("refused=4321")
+
+
+def test_refused_blocks_are_shown_apart_from_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = statistics()
+    figures["pool"]["refused"] = {"num_blocks_without_room": 70, "num_something_new": 8}
+    assert [row[-1] for row in cells(shown(capsys, figures), "blocks")] == ["70", "8"]
+    assert status_line(figures).endswith("refused=0")
 
 
 def test_what_was_granted_is_not_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ _REASONS: Final = {
     ("reserve", "present"): "the pool has, or is getting, all of these blocks",
     ("reserve", "hole"): "a block before them is not in the pool",
     ("reserve", "full"): "every slot is in use by a lease",
+    ("reserve", "not-admitted"): "the admission policy keeps none of these blocks yet",
     ("reserve", "off"): "the pool is switched off",
     ("reserve", "limit"): "the replica holds as many leases as one may",
     ("write lease", "aborted"): "the replica's copy failed, or it died",
@@ -28,6 +29,17 @@ _REASONS: Final = {
     ("finish", "unknown lease"): "the lease had ended already",
 }
 _GRANTED: Final = "granted"
+
+_REFUSED_BLOCKS: Final = {
+    "num_blocks_not_admitted": ("blocks", "the admission policy does not keep them yet"),
+    "num_blocks_without_room": ("blocks", "no slot was free, and none could be evicted"),
+    "num_blocks_beyond_limit": (
+        "blocks",
+        "more than one reserve may take; the rest of the prefix comes later",
+    ),
+    "num_tails_without_room": ("states", "no slot was free, and none could be evicted"),
+}
+"""Of reserves, whether these were granted something else or nothing."""
 
 
 def status_tables(statistics: Tree) -> list[Table]:
@@ -129,13 +141,18 @@ def _refusals(statistics: Tree) -> Table:
     for what, why, times in _refused(statistics):
         reason = _REASONS.get((what, why))
         table.add_row(what, why if reason is None else f"{why}: {reason}", count(times))
+    # Not requests but what they asked for: these are not summed up with the others.
+    for name, number_refused in tree(tree(statistics, "pool"), "refused").items():
+        if number(number_refused):
+            what, reason = _REFUSED_BLOCKS.get(name, ("blocks", name))
+            table.add_row(what, reason, count(number_refused))
     if not table.row_count:
         table.caption = "nothing"
     return table
 
 
 def _refused(statistics: Tree) -> Iterator[tuple[str, str, int]]:
-    """Yield (what, why, times) of all that got less than it asked for, none with zero."""
+    """Yield (what, why, times) of all requests and peers that got nothing, none with zero."""
     pool, service = tree(statistics, "pool"), tree(statistics, "service")
     replicas = [cast("Tree", each) for each in tree(pool, "replicas").values()]
     found: list[tuple[str, str, object]] = [
