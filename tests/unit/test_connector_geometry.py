@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from millpond.connector.geometry import EngineLayout, describe_layout, engine_layout
 from millpond.model.errors import UnsupportedEngine
+from millpond.model.layout import LayerPages, PartLayout
 from millpond.model.names import Coverage
 from millpond.model.namespace import check_parts
 
@@ -36,8 +37,13 @@ def window(block: int, tokens: int) -> SlidingWindowSpec:
 
 
 def state(block: int, **changes: Any) -> MambaSpec:  # noqa: ANN401
-    fields = {"mamba_cache_mode": "align", "page_size_padded": 8192} | changes
-    return MambaSpec(block_size=block, shapes=((1000,),), dtypes=(torch.float32,), **fields)
+    fields = {
+        "mamba_cache_mode": "align",
+        "page_size_padded": 8192,
+        "shapes": ((1000,),),
+        "dtypes": (torch.float32,),
+    } | changes
+    return MambaSpec(block_size=block, **fields)
 
 
 def layout(
@@ -150,7 +156,34 @@ def test_images_that_are_numbered_and_not_named_by_content_are_refused() -> None
     layout(full(64), prefix_caching=False)
 
 
+def described(tensors: dict[str, torch.Tensor], state_type: torch.dtype = torch.float32) -> str:
+    """Return the description of one attention layer and one state, in these tensors."""
+    specs = [full(64), state(64, dtypes=(state_type,))]
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer{i}"])
+        for i, spec in enumerate(specs)
+    ]
+    config: Any = SimpleNamespace(num_blocks=7, kv_cache_groups=groups)
+    parts = (
+        PartLayout("attention", (LayerPages("layer0", 0, 96),), {0: 1}),
+        PartLayout("state", (LayerPages("layer1", 1, 64),), {1: 1}),
+    )
+    made = EngineLayout(64, 64, (64, 64), parts, (Coverage.EVERY, Coverage.LAST), (None, None))
+    return describe_layout(made, tensors, config)
+
+
 def test_descriptions_differ_where_slots_read_differently() -> None:
-    memory: Any = [[SimpleNamespace(geometry=SimpleNamespace(segments=()))] * 2] * 2
-    texts = {describe_layout(layout(full(64), window(64, w)), memory) for w in (65, 129, 512)}
-    assert len(texts) == 3
+    """Same bytes a page in each: order of heads and tokens, types of pages and of states."""
+    states = torch.zeros(7, 1, 1, 64, dtype=torch.int8)
+    pages = torch.zeros(7, 2, 4, 6, dtype=torch.bfloat16)
+    swapped = torch.zeros(7, 4, 2, 6, dtype=torch.bfloat16).transpose(1, 2)
+    assert pages.shape == swapped.shape
+    texts = [
+        described({"layer0": pages, "layer1": states}),
+        described({"layer0": swapped, "layer1": states}),
+        described({"layer0": pages.to(torch.float16), "layer1": states}),
+        described({"layer0": pages, "layer1": states}, torch.float16),
+    ]
+    assert len(set(texts)) == len(texts)
+    other = torch.zeros(14, 2, 4, 6, dtype=torch.bfloat16)[:7]
+    assert described({"layer0": other, "layer1": states}) == texts[0]

@@ -24,7 +24,7 @@ class Adapters:
 
         Reads samples of the adapter's files when it is seen for the first time, and each time
         where the engine reloads it for each request. An adapter that is named by a hub is told
-        apart by its name and path.
+        apart by its name and path. Raises ``OSError`` where a file cannot be read.
         """
         adapter = request.lora_request
         if adapter is None:
@@ -32,6 +32,8 @@ class Adapters:
         known = (adapter.lora_int_id, adapter.lora_path)
         if known not in self._digests or adapter.load_inplace:
             name = f"{adapter.lora_name}\0{adapter.lora_path}\0".encode()
-            files = weights_digest(Path(adapter.lora_path))
+            folder = Path(adapter.lora_path)
+            config = folder / "adapter_config.json"
+            files = weights_digest(folder) + (config.read_bytes() if config.is_file() else b"")
             self._digests[known] = hashlib.sha256(name + files).digest()
         return self._digests[known]

@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 from millpond.config import ConnectorConfig, connector_config
 from millpond.connector import versions
 from millpond.connector.geometry import engine_layout
-from millpond.connector.identity import build_namespace
+from millpond.connector.identity import build_namespace, fingerprint
 from millpond.connector.link import Link
 from millpond.connector.metadata import RankLayout, StepMetadata, StepResults
 from millpond.connector.scheduler import SchedulerSide
@@ -67,24 +67,47 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         versions.agree_on_hash_seed()
         extra: Mapping[str, Any] = self._kv_transfer_config.kv_connector_extra_config
         self._config = connector_config(extra, os.environ)
-        self._replica = self._config.replica or f"vllm-{os.getpid()}"
+        self._replica = self._replica_name()
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._link: Link[SchedulerClient] | None = None
         self._rank_layout: RankLayout | None = None
         self._ranks: dict[int, RankLayout] = {}
+        self._recompute_failed_loads()
         try:
             self._layout = engine_layout(kv_cache_config, vllm_config)
+            # Once, at the start: files that are replaced later are not what is served.
+            is_scheduler = role is KVConnectorRole.SCHEDULER
+            self._weights = fingerprint(vllm_config) if is_scheduler else ""
         except UnsupportedEngine as error:
             logger.error("event=pool_unused role=%s reason=%r", role.name, str(error))
             return
-        if role is KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             self._link = Link("scheduler", self._connect)
             self._scheduler = SchedulerSide(self._layout, self._link, self._config, self._num_ranks)
             versions.mend_engine(self._scheduler.take_load_failure)
         else:
             self._worker = self._make_worker(self._config)
+
+    def _replica_name(self) -> str:
+        """Return the configured name, or one that scheduler and workers derive alike.
+
+        Data-parallel engines share a configuration: each but the first adds its rank.
+        """
+        engine_id = self._kv_transfer_config.engine_id or ""
+        rank = self._vllm_config.parallel_config.data_parallel_rank
+        name = self._config.replica or f"vllm-{engine_id[:8]}"
+        return f"{name}-dp{rank}" if rank else name
+
+    def _recompute_failed_loads(self) -> None:
+        """A load that fails must cost time and not the request, whatever the user forgot.
+
+        The engine's scheduler reads this setting right after it has made the connector.
+        """
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.warning("event=setting_changed name=kv_load_failure_policy to=recompute")
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
     def _make_worker(self, config: ConnectorConfig) -> WorkerSide:
         rank = get_tensor_model_parallel_rank()
@@ -110,7 +133,13 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         seed = versions.empty_prefix_hash()
         if seed is None:
             return None
-        namespace = build_namespace(self._vllm_config, self._layout, self._ranks, seed)
+        namespace = build_namespace(
+            self._vllm_config,
+            self._layout,
+            self._ranks,
+            empty_prefix=seed,
+            weights=self._weights,
+        )
         identity = self._identity()
         client = SchedulerClient.connect(
             str(self._config.socket),
@@ -165,8 +194,9 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where this rank's pages are."""
         if self._worker is not None:
-            num_blocks = self._kv_cache_config.num_blocks
-            self._rank_layout = self._worker.register(kv_caches, num_blocks, self._vllm_config)
+            self._rank_layout = self._worker.register(
+                kv_caches, self._kv_cache_config, self._vllm_config
+            )
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Begin this step's loads; returns at once."""
@@ -271,6 +301,10 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Say whether blocks held for stores will be free soon, so that none is preempted."""
+        return self._scheduler is not None and self._scheduler.frees_blocks_soon
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping until blocks that are being stored have been given back."""
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def reset_cache(self) -> bool | None:

@@ -72,6 +72,7 @@ class EngineLayout:
 def engine_layout(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> EngineLayout:
     """Return the layout, or raise ``UnsupportedEngine`` with what stands in the way."""
     _check_parallelism(vllm_config)
+    _check_resumable(vllm_config)
     _check_names_of_inputs(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     if not groups:
@@ -144,14 +145,40 @@ def layer_memory(
     return tuple(found)
 
 
-def describe_layout(layout: EngineLayout, memory: Sequence[Sequence[LayerMemory]]) -> str:
-    """Return a text that is equal for two ranks exactly when their slots read alike."""
+def describe_layout(
+    layout: EngineLayout,
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    kv_cache_config: KVCacheConfig,
+) -> str:
+    """Return a text that is equal for two ranks exactly when their slots read alike.
+
+    Bytes of one length can be ordered in several ways (heads before tokens or after), and
+    mean several types: shape, order and type of each tensor are part of it, and what the
+    engine says of a state, whose tensor may be plain bytes. The number of blocks is not.
+    """
+    num_blocks = kv_cache_config.num_blocks
     lines: list[str] = []
-    for part, row in zip(layout.parts, memory, strict=True):
-        for layer, place in zip(part.layers, row, strict=True):
-            lengths = ",".join(str(s.num_bytes) for s in place.geometry.segments)
-            lines.append(f"{part.name}:{layer.layer}:{part.blocks[layer.group]}x[{lengths}]")
+    for part in layout.parts:
+        for layer in part.layers:
+            cache = kv_caches[layer.layer]
+            tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
+            seen = [_describe_tensor(tensor, num_blocks) for tensor in tensors]
+            spec = kv_cache_config.kv_cache_groups[layer.group].kv_cache_spec
+            says = versions.describe_state(versions.layer_spec(spec, layer.layer))
+            lines.append(
+                f"{part.name}:{layer.layer}:{part.blocks[layer.group]}x{layer.page_bytes}"
+                f":{','.join(seen)}:{says}"
+            )
     return ";".join(lines)
+
+
+def _describe_tensor(tensor: torch.Tensor, num_blocks: int) -> str:
+    """Return sizes in the order of their strides, blocks left out, and the type."""
+    order = sorted(range(tensor.dim()), key=lambda i: (-tensor.stride(i), i))
+    sizes = [
+        f"{i}:{'blocks' if tensor.shape[i] % num_blocks == 0 else tensor.shape[i]}" for i in order
+    ]
+    return f"{tensor.dtype}({' '.join(sizes)})"
 
 
 def _memory_of(layer: LayerPages, tensors: list[torch.Tensor], num_blocks: int) -> LayerMemory:
@@ -213,6 +240,18 @@ def _part_of(
 def _page_bytes(group: KVCacheGroupSpec, layer: str) -> int:
     spec = versions.layer_spec(group.kv_cache_spec, layer)
     return versions.page_bytes(spec)
+
+
+def _check_resumable(vllm_config: VllmConfig) -> None:
+    """Refuse models that must see a whole prompt at once, and scales that engines make up."""
+    model = vllm_config.model_config
+    if not getattr(model, "is_prefix_caching_supported", True):
+        raise UnsupportedEngine("this model cannot resume from a prefix (its pooling needs all)")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise UnsupportedEngine(
+            "--calculate-kv-scales makes each engine scale its pages by its own first batch: "
+            "use scales from the checkpoint"
+        )
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:

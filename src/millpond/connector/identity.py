@@ -23,12 +23,15 @@ def build_namespace(
     vllm_config: VllmConfig,
     layout: EngineLayout,
     ranks: dict[int, RankLayout],
+    *,
     empty_prefix: bytes,
+    weights: str,
 ) -> Namespace:
     """Return the namespace of this engine.
 
-    ``ranks`` is what each tensor-parallel worker said of itself; ``UnsupportedEngine`` where
-    one of them cannot take part or where they differ.
+    ``weights`` is the ``fingerprint`` taken when the engine started: files that are replaced
+    later are not what it serves. ``ranks`` is what each tensor-parallel worker said of itself;
+    ``UnsupportedEngine`` where one of them cannot take part or where they differ.
     """
     refusals = [rank.refusal for rank in ranks.values() if rank.refusal]
     if refusals:
@@ -41,7 +44,7 @@ def build_namespace(
     return Namespace(
         model=str(model.model),
         revision=str(model.revision or ""),
-        weights=fingerprint(vllm_config),
+        weights=weights,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(cache.cache_dtype),
         quantization=str(model.quantization or ""),
@@ -63,10 +66,14 @@ def fingerprint(vllm_config: VllmConfig) -> str:
 
     Samples cover each file's name, size, start, end and points between: enough to tell two
     trainings, quantisations or seeds apart without reading hundreds of gigabytes. A model
-    named by a hub is told apart by its configuration and resolved revision.
+    named by a hub is told apart by its configuration and resolved revision. Settings that
+    change what is computed for the same tokens count too. ``UnsupportedEngine`` where the
+    files cannot be read.
     """
     model = vllm_config.model_config
     digest = hashlib.sha256()
+    for setting in _settings_that_count(vllm_config):
+        digest.update(f"{setting}\0".encode())
     hf_config: Any = model.hf_config
     settings: dict[str, Any] = hf_config.to_dict()
     for key in _VOLATILE_CONFIG_KEYS:
@@ -76,17 +83,40 @@ def fingerprint(vllm_config: VllmConfig) -> str:
     load_format = str(vllm_config.load_config.load_format)
     if "dummy" in load_format:
         digest.update(f"dummy {model.seed}".encode())
-    digest.update(weights_digest(Path(str(model.model))))
+    try:
+        digest.update(weights_digest(Path(str(model.model))))
+    except OSError as error:
+        raise UnsupportedEngine(f"the model's files cannot be read: {error}") from error
     return digest.hexdigest()
 
 
+def _settings_that_count(vllm_config: VllmConfig) -> list[object]:
+    """Return engine settings that decide what is in a page beyond weights and tokens."""
+    model = vllm_config.model_config
+    hf_config: Any = model.hf_config
+    # Some rotary embeddings pick their factors by the longest context that is allowed.
+    is_long = getattr(hf_config, "original_max_position_embeddings", None) is not None
+    rope: Any = getattr(hf_config, "rope_parameters", None) or {}
+    is_long = is_long or "original_max_position_embeddings" in str(rope)
+    multimodal: Any = getattr(model, "multimodal_config", None)
+    return [
+        model.max_model_len if is_long else None,
+        getattr(multimodal, "mm_processor_kwargs", None),
+    ]
+
+
 def weights_digest(root: Path) -> bytes:
-    """Return a digest of the weight files below ``root``; empty where that is no folder."""
+    """Return a digest of a weight file, or of those below a folder; empty where neither is.
+
+    Raises ``OSError`` where a file cannot be read.
+    """
+    if root.is_file():
+        return _sample(root)
     if not root.is_dir():
         return b""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if path.suffix in _WEIGHT_SUFFIXES:
+        if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
             digest.update(str(path.relative_to(root)).encode())
             digest.update(_sample(path))
     return digest.digest()

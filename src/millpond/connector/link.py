@@ -68,7 +68,7 @@ class Link(Generic[ClientT]):
         """The connected client, or None while there is none."""
         return self._client
 
-    def lost(self, client: ClientT, error: ExpectedError) -> None:
+    def lost(self, client: ClientT, error: Exception) -> None:
         """Note that a call on ``client`` failed; reconnecting begins at once."""
         if self._client is client:
             self._client = None
@@ -130,7 +130,7 @@ class Link(Generic[ClientT]):
             self._complained = False
         return client
 
-    def _complain(self, error: ExpectedError) -> None:
+    def _complain(self, error: Exception) -> None:
         if not self._complained:
             logger.warning(
                 "event=pool_unavailable end=%s reason=%r remedy=%r",

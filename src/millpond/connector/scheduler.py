@@ -29,7 +29,7 @@ from millpond.connector.geometry import EngineLayout
 from millpond.connector.link import Link
 from millpond.connector.metadata import Job, PartJob, StepMetadata, StepResults
 from millpond.connector.requests import Pinned, RequestState, skips_pool
-from millpond.model.errors import ExpectedError
+from millpond.model.errors import MillpondError
 from millpond.model.leases import NO_SLOT, WriteLease
 from millpond.model.names import Coverage, Outcome
 from millpond.service.client import SchedulerClient
@@ -403,8 +403,17 @@ class SchedulerSide:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether engine blocks are held that will be given back soon."""
+        """Whether engine blocks are held for stores in flight."""
         return bool(self._stores)
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """Whether the end of some store will free blocks: those of a request that is over."""
+        return any(
+            state.is_finished
+            for store in self._stores.values()
+            if (state := self._states.get(store.request_id)) is not None
+        )
 
     def request_finished(self, request: Request) -> bool:
         """Report the request; return whether it has to be kept until its stores are done."""
@@ -447,19 +456,32 @@ class SchedulerSide:
     def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None or state.is_finished:
-            state = RequestState(request, skips_pool(request), self._adapters.digest(request))
+            state = self._new_state(request)
             self._states[request.request_id] = state
         return state
+
+    def _new_state(self, request: Request) -> RequestState:
+        try:
+            return RequestState(request, skips_pool(request), self._adapters.digest(request))
+        except OSError as error:
+            # Its files cannot be told apart, so its blocks may not be shared.
+            logger.warning(
+                "event=adapter_unreadable request=%s reason=%r", request.request_id, str(error)
+            )
+            return RequestState(request, skips_pool=True, adapter=b"")
 
     def _new_job_id(self) -> int:
         self._next_job_id += 1
         return self._next_job_id
 
     def _ask(self, client: SchedulerClient, call: Callable[[], ResultT]) -> ResultT | None:
-        """Make one call to the daemon; None, and a lost connection, if it fails."""
+        """Make one call to the daemon; None, and a lost connection, if it fails.
+
+        Whatever the daemon says or does, the engine's step goes on.
+        """
         try:
             return call()
-        except ExpectedError as error:
+        except (MillpondError, ValueError) as error:
             self._link.lost(client, error)
             return None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -62,6 +63,13 @@ def page_bytes(spec: KVCacheSpec) -> int:
         raise UnsupportedEngine(f"pages of kind {type(spec).__name__} have no known size")
     pairs = zip(spec.shapes, spec.dtypes, strict=True)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
+
+
+def describe_state(spec: KVCacheSpec) -> str:
+    """Return shapes, types and order of a recurrent layer's state; empty for other layers."""
+    if not isinstance(spec, MambaSpec):
+        return ""
+    return f"{spec.shapes}{spec.dtypes}{mamba_utils.get_conv_state_layout()}"
 
 
 def has_inner_checkpoints(spec: KVCacheSpec) -> bool:

@@ -9,19 +9,21 @@
 No thread of the engine waits for a copy or for the daemon.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from millpond.arena.arena import Arena
 from millpond.connector import versions
 from millpond.connector.geometry import EngineLayout, describe_layout, layer_memory
 from millpond.connector.link import Link
 from millpond.connector.metadata import Job, RankLayout, StepMetadata, StepResults
-from millpond.model.errors import DaemonGone, ExpectedError, StaleSlot, UnsupportedEngine
+from millpond.model.errors import DaemonGone, ExpectedError, UnsupportedEngine
 from millpond.service.client import ReplicaIdentity, WorkerClient
 from millpond.transfer import Copies, CopyEngine, Direction, Fence, plan_copies
 from millpond.transfer.copies import LayerMemory
@@ -55,6 +57,8 @@ class WorkerSide:
         self._gate = threading.Lock()
         """Taken to submit under a session and to leave it: none is submitted after leaving."""
         self._current: WorkerClient | None = None
+        self._unended: list[tuple[int, int]] = []
+        """(session, lease) of jobs that came while this rank was not in their session."""
         self._lock = threading.Lock()
         self._results = StepResults()
         self._loaded: set[str] = set()
@@ -67,18 +71,18 @@ class WorkerSide:
     def register(
         self,
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
-        num_blocks: int,
+        kv_cache_config: KVCacheConfig,
         vllm_config: VllmConfig,
     ) -> RankLayout:
         """Learn where the pages are and begin to connect; return what the namespace needs."""
         try:
-            self._memory = layer_memory(self._layout, kv_caches, num_blocks)
+            self._memory = layer_memory(self._layout, kv_caches, kv_cache_config.num_blocks)
         except UnsupportedEngine as error:
             return RankLayout("", "", refusal=str(error))
         self._link.start()
         layers = [layer.layer for part in self._layout.parts for layer in part.layers]
         return RankLayout(
-            describe_layout(self._layout, self._memory),
+            describe_layout(self._layout, kv_caches, kv_cache_config),
             versions.attention_backend(vllm_config, layers),
         )
 
@@ -93,8 +97,7 @@ class WorkerSide:
         # guards: a load must not overwrite a page that an earlier kernel reads or zeroes (E3).
         after = self._copy_engine.fence()
         for job in metadata.loads:
-            if not self._submit(Direction.LOAD, job, after, self._end_load):
-                self._end_load(job, None, "the pool is gone or has restarted")
+            self._submit(Direction.LOAD, job, after, self._end_load)
 
     def start_stores(self, metadata: StepMetadata) -> None:
         """Begin this step's stores, ordered after the forward pass that wrote the blocks."""
@@ -106,8 +109,7 @@ class WorkerSide:
         # guards: a store must not read a page before the kernels that write it are done (E1).
         after = self._copy_engine.fence()
         for job in metadata.stores:
-            if not self._submit(Direction.STORE, job, after, self._end_store):
-                self._end_store(job, None, "the pool is gone or has restarted")
+            self._submit(Direction.STORE, job, after, self._end_store)
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
         """Return requests whose stores have ended, whose loads have, and whose loads failed.
@@ -183,6 +185,11 @@ class WorkerSide:
         self._past_sessions = []
         with self._gate:
             self._current = client
+            unended, self._unended = self._unended, []
+        due = [lease for session, lease in unended if session == client.session]
+        if due:
+            with contextlib.suppress(ExpectedError):  # lost already: that ends the leases too
+                client.finish(due, ok=False)
         return client
 
     def _left(self, client: WorkerClient) -> None:
@@ -198,27 +205,39 @@ class WorkerSide:
         job: Job,
         after: Fence,
         end: Callable[[Job, WorkerClient | None, str | None], None],
-    ) -> bool:
-        """Queue a job's copies; False where its session is not the one this rank is in."""
+    ) -> None:
+        """Queue a job's copies, or end the job where they cannot be made."""
         with self._gate:
             client = self._current
-            if client is None or client.session != job.session:
-                return False
-            if not self._copy_engine.is_ready(self._end_offset(job)):
-                return False
-            try:
-                copies = self._copies(direction, job, client.arena)
-            except StaleSlot as error:
-                logger.error("event=job_refused request=%s reason=%r", job.request_id, str(error))
-                return False
-            self._copy_engine.submit(
-                direction,
-                copies,
-                after=after,
-                keep_alive=client.arena,
-                on_done=lambda ticket: end(job, client, ticket.error),
-            )
-            return True
+            if client is not None and client.session == job.session:
+                refusal = self._refusal(job, client.arena)
+                if refusal is None:
+                    self._copy_engine.submit(
+                        direction,
+                        self._copies(direction, job, client.arena),
+                        after=after,
+                        keep_alive=client.arena,
+                        on_done=lambda ticket: end(job, client, ticket.error),
+                    )
+                    return
+            else:
+                # Of a session that this rank has left, or is about to enter: then the lease
+                # is live, and ends when the rank is in.
+                refusal = "this rank is not in the job's session"
+                self._unended.append((job.session, job.lease_id))
+                client = None
+        end(job, client, refusal)
+
+    def _refusal(self, job: Job, arena: Arena) -> str | None:
+        """Return why a job may not touch the arena, or None."""
+        for part_job in job.parts:
+            num_bytes = self._layout.parts[part_job.part].rank_bytes * self._identity.num_ranks
+            if not all(0 <= slot <= arena.size_bytes - num_bytes for slot in part_job.slots):
+                logger.error("event=job_refused request=%s reason=slot_outside", job.request_id)
+                return "a slot lies outside the arena"
+        if not self._copy_engine.is_ready(self._end_offset(job)):
+            return "the arena is not ready for copies yet"
+        return None
 
     def _end_offset(self, job: Job) -> int:
         """Return the end of the last byte in the arena that ``job`` touches."""
@@ -235,9 +254,6 @@ class WorkerSide:
         planned: list[Copies] = []
         for part_job in job.parts:
             part = self._layout.parts[part_job.part]
-            end_max = arena.size_bytes - part.rank_bytes * self._identity.num_ranks
-            if not all(0 <= offset <= end_max for offset in part_job.slots):
-                raise StaleSlot(f"a slot of part {part.name} lies outside the arena")
             base = arena.address + self._rank * part.rank_bytes
             planned.append(
                 plan_copies(

@@ -104,7 +104,7 @@ class _Lane:
         staged: list[object] = []
         try:
             staged = self._enqueue(copies)
-        except cudart.CudaFailed as failure:
+        except (cudart.CudaFailed, RuntimeError) as failure:  # torch and Triton raise the latter
             error = str(failure)
         # guards: "done" must not precede the last byte (E2, E4): the event stands behind the
         # last copy, on the same stream. guards: arrays and mapping must outlive it (E6).
@@ -181,6 +181,7 @@ class CudaCopyEngine:
         load_kernel_below_bytes: int = LOAD_KERNEL_BELOW_BYTES,
         store_kernel_below_bytes: int = STORE_KERNEL_BELOW_BYTES,
     ) -> None:
+        self._device = device
         self._registration: Registration | None = None
         # Lower numbers go first: what a request waits for before what may be of use later.
         self._lanes = {
@@ -196,10 +197,11 @@ class CudaCopyEngine:
 
     def adopt(self, arena: Arena) -> None:
         """Register the arena with CUDA in the background; the earlier one is unregistered."""
+        torch.cuda.set_device(self._device)  # a new thread stands on device 0
         earlier, self._registration = self._registration, None
         if earlier is not None:
             earlier.undo(_UNDO_S)
-        self._registration = Registration(arena)
+        self._registration = Registration(arena, self._device)
 
     def is_ready(self, end_offset: int) -> bool:
         """Say whether the arena is registered up to ``end_offset``."""

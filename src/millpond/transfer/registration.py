@@ -5,6 +5,8 @@ import threading
 import time
 from typing import Final
 
+import torch
+
 from millpond.arena.arena import Arena
 from millpond.model.limits import GIB
 from millpond.transfer import cudart
@@ -22,8 +24,9 @@ class Registration:
     copied at once; others cannot be copied yet.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, device: torch.device) -> None:
         self.arena = arena
+        self._device = device
         self._num_bytes = 0
         self._starts: list[int] = []
         self._failure: cudart.CudaFailed | None = None
@@ -54,6 +57,8 @@ class Registration:
             cudart.unregister_host(self._starts.pop())
 
     def _run(self) -> None:
+        # A new thread stands on device 0, where another rank's memory has been sized already.
+        torch.cuda.set_device(self._device)
         started_s = time.monotonic()
         size = self.arena.size_bytes
         for start in range(0, size, PIECE_BYTES):

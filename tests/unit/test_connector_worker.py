@@ -1,0 +1,92 @@
+"""The worker's side ends every lease it is told of, also those that it cannot serve."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millpond.connector.geometry import EngineLayout
+from millpond.connector.metadata import Job, PartJob, StepMetadata
+from millpond.connector.worker import WorkerSide
+from millpond.model.layout import LayerPages, PartLayout
+from millpond.model.names import Coverage
+from millpond.service.client import ReplicaIdentity
+
+SESSION = 7
+SLOT_BYTES = 4096
+
+
+class FakeClient:
+    """A seam: notes what the daemon would hear."""
+
+    def __init__(self, session: int = SESSION) -> None:
+        self.session = session
+        self.arena: Any = SimpleNamespace(size_bytes=10 * SLOT_BYTES, address=0)
+        self.finished: list[tuple[int, bool]] = []
+
+    def finish(self, lease_ids: list[int], *, ok: bool) -> None:
+        self.finished += [(lease, ok) for lease in lease_ids]
+
+
+class NotReady:
+    """A copy engine whose arena is not registered yet."""
+
+    def fence(self) -> object:
+        return object()
+
+    def is_ready(self, _: int) -> bool:
+        return False
+
+    def adopt(self, _: object) -> None: ...
+
+    def submit(self, *_: object, **__: object) -> None:
+        pytest.fail("a job was submitted to an engine that is not ready")
+
+
+def make_worker(client: FakeClient | None) -> Any:  # noqa: ANN401
+    part = PartLayout("attention", (LayerPages("l", 0, SLOT_BYTES),), {0: 1})
+    layout = EngineLayout(256, 256, (256,), (part,), (Coverage.EVERY,), (None,))
+    engine: Any = NotReady()
+    worker: Any = WorkerSide(layout, ReplicaIdentity(
+        replica="a", session_key="k", num_ranks=1), "/nowhere", engine, 0)  # fmt: skip
+    worker._current = client
+    return worker
+
+
+def job(lease: int, *, slot: int = 0, session: int = SESSION) -> Job:
+    return Job(lease, f"request-{lease}", session, lease, (PartJob(0, [slot], {0: [[1]]}),))
+
+
+@pytest.mark.parametrize("slot", [0, 10 * SLOT_BYTES, -1], ids=["not ready", "behind", "before"])
+def test_jobs_that_cannot_be_served_end_their_leases(slot: int) -> None:
+    client = FakeClient()
+    worker = make_worker(client)
+    step = StepMetadata(loads=[job(1, slot=slot)], stores=[job(2, slot=slot)])
+    worker.start_loads(step)
+    worker.start_stores(step)
+    assert client.finished == [(1, False), (2, False)]
+    results = worker.take_results()
+    assert results.stores_done == {2: 1}
+    assert list(results.loads_failed) == ["request-1"]
+    assert worker.finished() == (set(), {"request-1"}, {"request-1"})
+
+
+def test_leases_of_a_session_that_is_about_to_be_joined_end_on_joining(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = make_worker(None)
+    worker.start_stores(StepMetadata(stores=[job(3), job(4, session=SESSION - 1)]))
+    assert worker.take_results().stores_done == {3: 1, 4: 1}
+    client = FakeClient()
+    monkeypatch.setattr("millpond.connector.worker.WorkerClient.connect", lambda *_, **__: client)
+    worker._join()
+    assert client.finished == [(3, False)]
+
+
+def test_a_kept_request_is_reported_when_its_last_store_has_ended() -> None:
+    worker = make_worker(FakeClient())
+    worker._num_stores["request-5"] = 1
+    worker.start_loads(StepMetadata(delayed={"request-5"}))
+    assert worker.finished() == (set(), set(), set())
+    worker._end_store(job(5), worker._current, None)
+    assert worker.finished() == ({"request-5"}, set(), set())
