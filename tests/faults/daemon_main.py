@@ -57,7 +57,7 @@ def main() -> int:
     """Serve as the first argument says."""
     options = json.loads(sys.argv[1])
     plant_faults(options)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    logging.basicConfig(level=options.get("log_level", "INFO"), stream=sys.stderr)
 
     def on_ready(serving: Serving) -> None:
         say("ready", epoch=serving.epoch, pid=serving.pid)

@@ -27,7 +27,7 @@ from tests.faults.random_client import LENGTH_MAX, NUM_PREFIXES
 from tests.faults.world import Child, Daemon, arena_holders, short_folder
 
 NUM_CLIENTS = 6
-WRITE_LEASE_S = 1.5
+WRITE_LEASE_S = 0.3
 """So that frozen writers meet the end of their leases."""
 LIVENESS_S = 30.0
 RESTARTS_MAX = 2
@@ -92,7 +92,7 @@ class Storm:
     def safety(self, seconds: float) -> None:
         """Let faults happen."""
         end = time.monotonic() + seconds
-        verbs = [self.kill] * 4 + [self.freeze] * 6 + [self.thaw] * 8
+        verbs = [self.kill] * 4 + [self.freeze] * 6 + [self.thaw] * 5
         verbs += [self.check] * 3 + [self.flush] + [self.switch] * 2 + [self.restart]
         while time.monotonic() < end:
             self._rng.choice(verbs)()
