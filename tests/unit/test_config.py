@@ -18,6 +18,8 @@ from millpond.config import (
 )
 from millpond.model.errors import ConfigError
 from millpond.model.limits import GIB, MIB
+from millpond.model.names import Admission, Eviction
+from millpond.model.retention import Retention
 
 
 def settings(
@@ -78,6 +80,15 @@ def test_flags_stand_above_the_environment_and_that_above_the_file(tmp_path: Pat
     }
 
 
+def test_what_the_pool_keeps_is_read_from_all_sources(tmp_path: Path) -> None:
+    path = config_file(tmp_path, '[pool]\nsize = "16MiB"\neviction = "arc"\nstate_ratio = 0.25\n')
+    environ = {"MILLPOND_POOL_ADMISSION": "second-touch"}
+    assert settings({}, {"pool.size": "16MiB"}).pool().retention == Retention()
+    assert settings(environ, {"pool.state_ratio": "1"}, path).pool().retention == Retention(
+        Eviction.ARC, Admission.SECOND_TOUCH, state_ratio=1
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -136,6 +147,10 @@ def test_a_bad_value_is_named_with_its_key_and_source(
         ("up.start_timeout_s", "nan"),
         ("up.stop_grace_s", "-1"),
         ("up.model", ""),
+        ("pool.eviction", "fifo"),
+        ("pool.admission", "never"),
+        ("pool.state_ratio", "0"),
+        ("pool.state_ratio", "1.1"),
     ],
 )
 def test_values_out_of_range_are_refused(key: str, value: object) -> None:

@@ -24,22 +24,31 @@ from millpond.service.server import ServeOptions, Serving, serve
 )
 @click.option("--size", metavar="SIZE", help="Memory for blocks, such as 256MiB or 200GiB.")
 @click.option("--extent", metavar="SIZE", help="Unit in which memory is given to a slot size.")
+@click.option("--eviction", metavar="POLICY", help="What goes first: lru or arc.  [default: lru]")
+@click.option(
+    "--admission", metavar="POLICY", help="What is kept: always or second-touch.  [default: always]"
+)
+@click.option(
+    "--state-ratio", metavar="SHARE", help="Memory that recurrent states may take.  [default: 0.5]"
+)
 @socket_option
 @click.pass_context
-def pool(context: click.Context, size: str | None, extent: str | None, socket: Path | None) -> None:
+def pool(context: click.Context, **flags: object) -> None:
     """Run the pool's daemon, or switch a running one.
 
     Without a subcommand, serves in the foreground until Ctrl-C or SIGTERM. The memory is
     taken from the kernel before anything is served; a size that does not fit is refused.
     """
     if context.invoked_subcommand is not None:
-        if size is not None or extent is not None or socket is not None:
+        if any(value is not None for value in flags.values()):
             raise click.UsageError(
                 f"options go after the subcommand: millpond pool {context.invoked_subcommand} ..."
             )
         return
-    flags = {"pool.size": size, "pool.extent": extent, "socket": socket}
-    settings = context.ensure_object(Context).settings(flags)
+    keys = {name: name if name == "socket" else f"pool.{name}" for name in flags}
+    settings = context.ensure_object(Context).settings(
+        {keys[name]: value for name, value in flags.items()}
+    )
     config = settings.pool()
     # Timestamps and levels for a log file; the daemon's own modules say what happened.
     logging.basicConfig(
@@ -47,7 +56,9 @@ def pool(context: click.Context, size: str | None, extent: str | None, socket: P
     )
     stderr.print(
         f"pool of {format_size(config.size_bytes)} at {config.socket} "
-        f"(extent {'chosen by the pool' if config.extent_bytes is None else config.extent_bytes})",
+        f"(extent {'chosen by the pool' if config.extent_bytes is None else config.extent_bytes}; "
+        f"eviction {config.retention.eviction}, admission {config.retention.admission}, "
+        f"at most {config.retention.state_ratio:g} of it for states)",
         markup=False,
     )
     for key, source in settings.sources().items():
@@ -70,6 +81,7 @@ def pool(context: click.Context, size: str | None, extent: str | None, socket: P
                 socket_path=str(config.socket),
                 size_bytes=config.size_bytes,
                 extent_bytes=config.extent_bytes,
+                retention=config.retention,
                 on_progress=on_progress,
             ),
             on_ready=on_ready,

@@ -19,6 +19,8 @@ from typing import Final, Generic, NamedTuple, TypeVar, cast
 
 from millpond.config import values
 from millpond.model.errors import ConfigError
+from millpond.model.names import Admission, Eviction
+from millpond.model.retention import DEFAULT_RETENTION, STATE_RATIO_MIN, Retention
 
 CONFIG_FILE: Final = "millpond.toml"
 CONFIG_VARIABLE: Final = "MILLPOND_CONFIG"
@@ -38,6 +40,7 @@ class PoolConfig:
     socket: Path
     size_bytes: int
     extent_bytes: int | None
+    retention: Retention = DEFAULT_RETENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,15 @@ class _Option(NamedTuple, Generic[T]):
 _SOCKET: Final = _Option("socket", values.path)
 _POOL_SIZE: Final = _Option("pool.size", values.pool_size)
 _POOL_EXTENT: Final = _Option("pool.extent", values.parse_size)
+_POOL_EVICTION: Final = _Option(
+    "pool.eviction", values.choice(*Eviction), DEFAULT_RETENTION.eviction.value
+)
+_POOL_ADMISSION: Final = _Option(
+    "pool.admission", values.choice(*Admission), DEFAULT_RETENTION.admission.value
+)
+_POOL_STATE_RATIO: Final = _Option(
+    "pool.state_ratio", values.ratio(STATE_RATIO_MIN), DEFAULT_RETENTION.state_ratio
+)
 _UP_MODEL: Final = _Option("up.model", values.text)
 _UP_REPLICAS: Final = _Option("up.replicas", values.integer(1, REPLICAS_MAX), 2)
 _UP_DEVICE: Final = _Option("up.device", values.choice("auto", "cpu", "cuda"), "auto")
@@ -108,6 +120,9 @@ _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
         _SOCKET,
         _POOL_SIZE,
         _POOL_EXTENT,
+        _POOL_EVICTION,
+        _POOL_ADMISSION,
+        _POOL_STATE_RATIO,
         _UP_MODEL,
         _UP_REPLICAS,
         _UP_DEVICE,
@@ -142,9 +157,7 @@ class Settings:
 
     def pool(self) -> PoolConfig:
         """Return the daemon's configuration; raises ``ConfigError``, also where size is unset."""
-        return PoolConfig(
-            self.socket(), self._required(_POOL_SIZE, "--size"), self._get(_POOL_EXTENT)
-        )
+        return self._pool("--size")
 
     def up(self) -> UpConfig:
         """Return the configuration of a whole system; raises ``ConfigError``."""
@@ -156,8 +169,18 @@ class Settings:
             run_dir=self._get(_UP_RUN_DIR),
             start_timeout_s=self._required(_UP_START_TIMEOUT, "--start-timeout"),
             stop_grace_s=self._required(_UP_STOP_GRACE, "--stop-grace"),
-            pool=PoolConfig(
-                self.socket(), self._required(_POOL_SIZE, "--pool"), self._get(_POOL_EXTENT)
+            pool=self._pool("--pool"),
+        )
+
+    def _pool(self, size_flag: str) -> PoolConfig:
+        return PoolConfig(
+            socket=self.socket(),
+            size_bytes=self._required(_POOL_SIZE, size_flag),
+            extent_bytes=self._get(_POOL_EXTENT),
+            retention=Retention(
+                eviction=Eviction(self._required(_POOL_EVICTION, "--eviction")),
+                admission=Admission(self._required(_POOL_ADMISSION, "--admission")),
+                state_ratio=self._required(_POOL_STATE_RATIO, "--state-ratio"),
             ),
         )
 

@@ -102,14 +102,22 @@ def integer(low: int, high: int) -> Callable[[object], int]:
 
 def seconds(low: float, high: float) -> Callable[[object], float]:
     """Return a parser of seconds from ``low`` to ``high``."""
+    return _number(low, high, "a number of seconds")
 
+
+def ratio(low: float) -> Callable[[object], float]:
+    """Return a parser of shares from ``low`` to 1."""
+    return _number(low, 1, "a share")
+
+
+def _number(low: float, high: float, what: str) -> Callable[[object], float]:
     def parse(value: object) -> float:
         try:
             number = float(value) if isinstance(value, str | int | float) else math.nan
         except ValueError:
             number = math.nan
         if isinstance(value, bool) or not low <= number <= high:
-            raise ValueError(f"not a number of seconds from {low:g} to {high:g}")
+            raise ValueError(f"not {what} from {low:g} to {high:g}")
         return number
 
     return parse

@@ -202,6 +202,9 @@ class System:
         argv += ["--socket", str(pool.socket), "--size", str(pool.size_bytes)]
         if pool.extent_bytes is not None:
             argv += ["--extent", str(pool.extent_bytes)]
+        retention = pool.retention
+        argv += ["--eviction", retention.eviction, "--admission", retention.admission]
+        argv += ["--state-ratio", str(retention.state_ratio)]
         return GuardedProcess(
             ProcessSpec(
                 name="pool",

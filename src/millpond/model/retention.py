@@ -6,7 +6,6 @@ from typing import Final
 from millpond.model.names import Admission, Eviction
 
 STATE_RATIO_MIN: Final = 0.01
-STATE_RATIO_DEFAULT: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +18,12 @@ class Retention:
 
     eviction: Eviction = Eviction.LRU
     admission: Admission = Admission.ALWAYS
-    state_ratio: float = STATE_RATIO_DEFAULT
+    state_ratio: float = 0.5
 
     def __post_init__(self) -> None:
         if not STATE_RATIO_MIN <= self.state_ratio <= 1:
             raise ValueError(f"state_ratio is {self.state_ratio}, must be {STATE_RATIO_MIN} to 1")
+
+
+DEFAULT_RETENTION: Final = Retention()
+"""What a pool keeps unless told otherwise."""

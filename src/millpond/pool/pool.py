@@ -37,7 +37,7 @@ from millpond.model.limits import (
 )
 from millpond.model.names import Coverage, Outcome, SlotRef, SlotState
 from millpond.model.namespace import Namespace, aligned_slot_bytes
-from millpond.model.retention import Retention
+from millpond.model.retention import DEFAULT_RETENTION, Retention
 from millpond.pool.allocator import RESERVED, STATES, Allocator, default_extent_bytes
 from millpond.pool.evicting import Evictor
 from millpond.pool.index import Index, Part
@@ -68,9 +68,9 @@ class Pool:
         epoch: int,
         arena_bytes: int,
         extent_bytes: int,
-        retention: Retention | None = None,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> None:
-        self._retention = retention or Retention()
+        self._retention = retention
         self._allocator = Allocator(
             epoch=epoch,
             arena_bytes=arena_bytes,

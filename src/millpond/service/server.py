@@ -21,6 +21,7 @@ from millpond.arena.memory import ensure_available
 from millpond.arena.touch import touch
 from millpond.model.errors import ConfigError
 from millpond.model.limits import CLIENTS_MAX, POOL_BYTES_MIN, SLOT_ALIGNMENT_BYTES
+from millpond.model.retention import DEFAULT_RETENTION, Retention
 from millpond.pool.pool import Pool, default_extent_bytes
 from millpond.service.loop import Loop
 from millpond.service.socket_path import claim
@@ -33,13 +34,15 @@ _DESCRIPTORS_WANTED: Final = 4 * CLIENTS_MAX
 class ServeOptions:
     """What a daemon is started with.
 
-    ``extent_bytes`` None lets the pool choose. ``on_progress(done_bytes, total_bytes)`` is
-    called from the serving thread while the arena is being touched.
+    ``extent_bytes`` None lets the pool choose. ``retention`` says what it keeps.
+    ``on_progress(done_bytes, total_bytes)`` is called from the serving thread while the arena
+    is being touched.
     """
 
     socket_path: str
     size_bytes: int
     extent_bytes: int | None = None
+    retention: Retention = DEFAULT_RETENTION
     on_progress: Callable[[int, int], None] | None = None
 
 
@@ -70,7 +73,12 @@ def serve(options: ServeOptions, *, on_ready: Callable[[Serving], None] | None =
         held.callback(place.release)
         ensure_available(size_bytes)
         epoch = secrets.randbits(63)
-        pool = Pool(epoch=epoch, arena_bytes=size_bytes, extent_bytes=extent_bytes)
+        pool = Pool(
+            epoch=epoch,
+            arena_bytes=size_bytes,
+            extent_bytes=extent_bytes,
+            retention=options.retention,
+        )
         arena, arena_fd = Arena.create(
             size_bytes=size_bytes, extent_bytes=extent_bytes, epoch=epoch
         )
