@@ -77,6 +77,7 @@ def test_broad_except_is_found(handler: str) -> None:
 IMPORTED_AS = {"import-linter": "importlinter", "pytest-timeout": "pytest_timeout"}
 ENGINE_ROOMS = {
     "torch": ("transfer", "connector", "gate"),
+    "triton": ("transfer", "gate"),
     "vllm": ("connector", "gate"),
 }
 """They come with the engine and not with Millpond; the import contracts say who may see them."""
