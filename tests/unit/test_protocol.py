@@ -52,6 +52,7 @@ REQUESTS = (
     protocol.Lookup(id=1, keys=b"k" * 64, key_bytes=32),
     protocol.Pin(id=2, keys=b"k" * 64, key_bytes=32, first_block=1),
     protocol.Reserve(id=3, keys=b"k" * 64, key_bytes=32, first_block=0, parts=(b"", b"x" * 8)),
+    protocol.Reserve(id=3, keys=b"", key_bytes=32, first_block=0, parts=(), request_id="r"),
     protocol.Finish(leases=(1, 2), ok=True, rank=0),
     protocol.Finish(leases=(), ok=False),
     REPORT,

@@ -300,7 +300,13 @@ class SchedulerSide:
         keys = state.prefix(num_blocks)
         lease = self._ask(
             client,
-            lambda: client.reserve(keys, state.key_bytes, first_block=0, parts=offered),
+            lambda: client.reserve(
+                keys,
+                state.key_bytes,
+                first_block=0,
+                parts=offered,
+                request_id=state.request.request_id,
+            ),
         )
         if lease is None:
             return None

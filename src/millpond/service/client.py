@@ -123,12 +123,19 @@ class SchedulerClient(_Client):
         return _read_lease(reply)
 
     def reserve(
-        self, keys: bytes, key_bytes: int, *, first_block: int, parts: Sequence[Sequence[int]]
+        self,
+        keys: bytes,
+        key_bytes: int,
+        *,
+        first_block: int,
+        parts: Sequence[Sequence[int]],
+        request_id: str | None = None,
     ) -> WriteLease:
         """Take slots for what the pool lacks of the blocks from ``first_block`` on.
 
         ``parts[p]`` lists the blocks for which part p can be written; it is empty for a part
-        with coverage ``every``, which is written for all of them.
+        with coverage ``every``, which is written for all of them. ``request_id`` tells whether
+        two reserves are of one request; without it they are not.
         """
         request = Reserve(
             id=self._connection.next_id(),
@@ -136,6 +143,7 @@ class SchedulerClient(_Client):
             key_bytes=key_bytes,
             first_block=first_block,
             parts=tuple(map(pack_u64, parts)),
+            request_id=request_id,
         )
         reply = self._connection.call(request, Reserved, REQUEST_TIMEOUT_S)
         return _write_lease(reply)

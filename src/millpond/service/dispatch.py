@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Final
 
-from millpond.model.errors import InvariantBroken, LeaseUnknown
+from millpond.model.errors import LeaseUnknown
 from millpond.model.limits import FRAME_BYTES_MAX, KIB, LEASES_PER_SESSION_MAX
 from millpond.pool.pool import Pool
+from millpond.service.checking import Checks
 from millpond.service.framing import FrameError
 from millpond.service.peer import Peer
 from millpond.service.protocol import (
@@ -50,17 +51,19 @@ class Dispatch:
         pool: Pool,
         sessions: Sessions,
         reports: Reports,
+        checks: Checks,
         statistics: Callable[[], dict[str, object]],
     ) -> None:
         self._pool = pool
         self._sessions = sessions
         self._reports = reports
+        self._checks = checks
         self._statistics = statistics
         self.num_bad_reports = 0
         self.num_unknown_leases = 0
 
     def answer(self, peer: Peer, request: Request, now_ns: int) -> Reply | None:
-        """Return the reply to ``request``, None for one that has none.
+        """Return the reply to ``request``, None for one that has none, or none yet.
 
         Raises ``FrameError`` for a request that this peer may not send at all, and
         ``InvariantBroken``.
@@ -139,6 +142,7 @@ class Dispatch:
             first_block=request.first_block,
             parts=tuple(map(unpack_u64, request.parts)),
             now_ns=now_ns,
+            request_id=request.request_id,
         )
         return Reserved(
             id=request.id,
@@ -171,7 +175,9 @@ class Dispatch:
             except LeaseUnknown:  # expired meanwhile
                 self.num_unknown_leases += 1
 
-    def _operate(self, peer: Peer, request: Switch | Flush | Requests | Blocks | Check) -> Reply:
+    def _operate(
+        self, peer: Peer, request: Switch | Flush | Requests | Blocks | Check
+    ) -> Reply | None:
         """Do what only an operator may ask for."""
         if peer.hello is None or peer.hello.role != "admin":
             message = f"{type(request).__name__} is for admins"
@@ -192,10 +198,8 @@ class Dispatch:
                 blocks = self._pool.blocks(request.num_max)
                 return BlocksReply(id=request.id, blocks=tuple(blocks))
             case Check():
-                try:
-                    self._pool.check_invariants()
-                except InvariantBroken as error:
-                    return Failed(id=request.id, code="broken", message=str(error))
+                self._checks.request(peer, request.id)
+                return None
         return Done(id=request.id)
 
 

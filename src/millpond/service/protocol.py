@@ -74,7 +74,8 @@ class Reserve(_Frame, frozen=True, forbid_unknown_fields=True, tag="reserve", kw
 
     ``parts[p]`` names the blocks for which part p can be written now, as a packed u64 array;
     a part with coverage ``every`` covers all blocks from ``first_block`` and its entry is
-    empty. Reply: ``Reserved``.
+    empty. ``request_id`` is the same for all reserves of one request, which offers its prefix
+    again with each step; None counts as a request of its own. Reply: ``Reserved``.
     """
 
     id: int
@@ -82,6 +83,7 @@ class Reserve(_Frame, frozen=True, forbid_unknown_fields=True, tag="reserve", kw
     key_bytes: int
     first_block: int
     parts: tuple[bytes, ...]
+    request_id: str | None = None
 
 
 class Finish(_Frame, frozen=True, forbid_unknown_fields=True, tag="finish", kw_only=True):
