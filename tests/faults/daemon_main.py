@@ -8,6 +8,9 @@ import json
 import logging
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from millpond.model.errors import InvariantBroken, SetupError
 from millpond.pool import pool
@@ -15,6 +18,7 @@ from millpond.pool.pool import Pool
 from millpond.service import loop, sessions
 from millpond.service.reaper import Orphans, Process
 from millpond.service.server import ServeOptions, Serving, serve
+from tests.faults.world import eventually
 
 SETUP_EXIT, BROKEN_EXIT = 3, 70
 
@@ -25,38 +29,80 @@ def say(event: str, **fields: object) -> None:
     sys.stdout.flush()
 
 
-def plant_faults(options: dict[str, object]) -> None:
-    """Make come true what a test needs and a sound daemon does not do."""
-    if options.get("broken"):
+def broken(_: object) -> None:
+    """Find an invariant broken at each check."""
 
-        def check_invariants(self: Pool) -> None:
-            raise InvariantBroken("planted")
+    def check_invariants(self: Pool) -> None:
+        raise InvariantBroken("planted")
 
-        Pool.check_invariants = check_invariants  # type: ignore[method-assign]
-    if options.get("failing_lookup"):
+    Pool.check_invariants = check_invariants  # type: ignore[method-assign]
 
-        def lookup(self: Pool, *args: object) -> None:
-            raise ZeroDivisionError("planted")
 
-        Pool.lookup = lookup  # type: ignore[method-assign,assignment]
-    if options.get("early_reuse"):
+def check_waits_for(path: str) -> None:
+    """Check as slowly as in a very large pool: until a file is there."""
+    check_at_once = Pool.check_invariants
 
-        def add(self: Orphans, session: int, rank: int, process: Process) -> None:
-            self._on_drained(session, rank)
+    def check_invariants(self: Pool) -> None:
+        eventually(Path(path).exists, "the test lets the check end")
+        check_at_once(self)
 
+    Pool.check_invariants = check_invariants  # type: ignore[method-assign]
+
+
+def failing_lookup(_: object) -> None:
+    """Fail in an unforeseen way."""
+
+    def lookup(self: Pool, *args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    Pool.lookup = lookup  # type: ignore[method-assign,assignment]
+
+
+def early_reuse(is_wanted: bool) -> None:
+    """Free slots when a session ends, although its process may still copy."""
+
+    def add(self: Orphans, session: int, rank: int, process: Process) -> None:
+        self._on_drained(session, rank)
+
+    if is_wanted:
         Orphans.add = add  # type: ignore[method-assign]
-    if "write_lease_s" in options:
-        pool._WRITE_LEASE_NS_MAX = int(options["write_lease_s"] * 1e9)  # type: ignore[call-overload]
-    if "orphans_max" in options:
-        sessions._ORPHANS_MAX = options["orphans_max"]  # type: ignore[misc]
-    if "handshake_s" in options:
-        loop.HANDSHAKE_S_MAX = options["handshake_s"]  # type: ignore[misc]
+
+
+def write_lease_s(seconds: float) -> None:
+    """Expire write leases sooner."""
+    pool._WRITE_LEASE_NS_MAX = int(seconds * 1e9)
+
+
+def orphans_max(num_orphans: int) -> None:
+    """Refuse sessions sooner."""
+    sessions._ORPHANS_MAX = num_orphans  # type: ignore[misc]
+
+
+def handshake_s(seconds: float) -> None:
+    """Lose patience sooner."""
+    loop.HANDSHAKE_S_MAX = seconds  # type: ignore[misc]
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    fault.__name__: fault
+    for fault in (
+        broken,
+        check_waits_for,
+        failing_lookup,
+        early_reuse,
+        write_lease_s,
+        orphans_max,
+        handshake_s,
+    )
+}
+"""What a test may plant, by the name of the option: things that a sound daemon does not do."""
 
 
 def main() -> int:
     """Serve as the first argument says."""
     options = json.loads(sys.argv[1])
-    plant_faults(options)
+    for name in FAULTS.keys() & options.keys():
+        FAULTS[name](options[name])
     logging.basicConfig(level=options.get("log_level", "INFO"), stream=sys.stderr)
 
     def on_ready(serving: Serving) -> None:

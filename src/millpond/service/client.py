@@ -8,7 +8,7 @@ session ends, the daemon ends them all.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from millpond.arena.arena import Arena
 from millpond.model.errors import DaemonGone
@@ -42,6 +42,9 @@ from millpond.service.protocol import (
     unpack_u64,
 )
 from millpond.service.reaper import open_own_pidfd
+
+_CHECK_TIMEOUT_S: Final = 300.0
+"""A million blocks take ten seconds to check, or five times that on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +257,12 @@ class AdminClient(_Client):
         return self._connection.call(request, BlocksReply, self._timeout_s).blocks
 
     def check(self) -> None:
-        """Check the pool's invariants; raises ``InvariantBroken``, and the daemon ends then."""
-        self._connection.call(Check(id=self._connection.next_id()), Done, self._timeout_s)
+        """Check the pool's invariants; raises ``InvariantBroken``, and the daemon ends then.
+
+        Blocks for at most five minutes, or ``timeout_s`` if that is more.
+        """
+        timeout_s = max(self._timeout_s, _CHECK_TIMEOUT_S)
+        self._connection.call(Check(id=self._connection.next_id()), Done, timeout_s)
 
 
 def _hello(

@@ -18,11 +18,12 @@ from millpond.arena.arena import Arena
 from millpond.model.errors import HandshakeRefused, InvariantBroken
 from millpond.model.limits import CLIENTS_MAX, HANDSHAKE_S_MAX, PROTOCOL_VERSION
 from millpond.pool.pool import Pool
+from millpond.service.checking import Checks
 from millpond.service.dispatch import Dispatch
 from millpond.service.framing import FrameError
 from millpond.service.peer import Peer, SlowPeer, receive_buffer
 from millpond.service.peercred import peer_credentials
-from millpond.service.protocol import Failed, Hello, Refused, Request, Welcome
+from millpond.service.protocol import Failed, Hello, Refused, Reply, Request, Welcome
 from millpond.service.reaper import Process
 from millpond.service.reports import Reports
 from millpond.service.sessions import Session, Sessions
@@ -64,7 +65,10 @@ class Loop:
         self._reports = Reports()
         self._endings: list[Callable[[], None]] = []
         """Ends of streams and processes that were seen in this round."""
-        self._dispatch = Dispatch(pool, self._sessions, self._reports, self.statistics)
+        self._checks = Checks(pool, self._selector, self._answer_late)
+        self._dispatch = Dispatch(
+            pool, self._sessions, self._reports, self._checks, self.statistics
+        )
         self._buffer = receive_buffer()
         self._started_ns = time.monotonic_ns()
         self._counts = {
@@ -101,6 +105,7 @@ class Loop:
 
     def close(self) -> None:
         """Close every connection; the arena lives on in the processes that map it."""
+        self._checks.close()
         for peer in tuple(self._peers):
             self._forget(peer)
         self._selector.close()
@@ -235,7 +240,7 @@ class Loop:
         """Answer what has come, for one turn: one client's thousand requests delay no other."""
         self._unserved.pop(peer, None)
         turn_ends_ns = time.monotonic_ns() + _TURN_NS
-        while peer.frames and not peer.closed:
+        while peer.frames and not peer.is_waiting and not peer.closed:
             now_ns = time.monotonic_ns()
             if now_ns >= turn_ends_ns:
                 self._unserved[peer] = None  # behind the others
@@ -255,9 +260,17 @@ class Loop:
             peer.reply(reply)
         except ValueError as error:
             peer.reply(Failed(id=getattr(reply, "id", 0), code="too-large", message=str(error)))
-        if isinstance(reply, Failed) and reply.code == "broken":
-            peer.flush()
-            raise InvariantBroken(reply.message)
+
+    def _answer_late(self, peer: Peer, reply: Reply) -> None:
+        """Answer what has taken until now, and go on with what has come meanwhile."""
+
+        def answer(peer: Peer) -> None:
+            peer.reply(reply)
+            self._send(peer)
+            if peer.frames:
+                self._unserved[peer] = None
+
+        self._guarded(answer, peer)
 
     def _greet(self, peer: Peer, encoded: bytes) -> None:
         try:

@@ -40,6 +40,8 @@ class Peer:
         """Received with the handshake and not claimed yet."""
         self.frames: deque[bytes] = deque()
         """Received and not answered yet; no more is received before they are."""
+        self.is_waiting = False
+        """Whether the answer to a request takes its time; no other is given before it."""
         self.closed = False
         self._decoder = FrameDecoder()
         self._output = bytearray()
