@@ -193,6 +193,30 @@ def policy_keeps_a_free_slot(inside: Inside) -> None:
     inside.pages.policy.add(inside.in_state(FREE), 0)
 
 
+def slot_waits_in_the_wrong_place(inside: Inside) -> None:
+    inside.states.is_spare[inside.slot(3, part=1)] = 1
+
+
+def evictable_twice(inside: Inside) -> None:
+    inside.pages.spares.add(inside.slot(3), 0)
+
+
+def deepest_state_goes_first(inside: Inside) -> None:
+    inside.states.mark(inside.slot(3, part=1), is_spare=True)
+
+
+def pages_with_a_state_go_first(inside: Inside) -> None:
+    inside.pages.mark(inside.slot(3), is_spare=True)
+
+
+def slots_miscounted(inside: Inside) -> None:
+    inside.states.num_used -= 1
+
+
+def states_beyond_their_budget(inside: Inside) -> None:
+    inside.pool._evictor.state_bytes_max = LAST.slot_bytes
+
+
 def lease_without_ranks(inside: Inside) -> None:
     inside.lease(3).ranks = 0
 
@@ -256,6 +280,12 @@ def session_that_is_over(inside: Inside) -> None:
         (policy_would_leave_a_hole, "evictable is False, for the policy True"),
         (policy_would_evict_what_is_read, "evictable is False, for the policy True"),
         (policy_keeps_a_free_slot, "policy of"),
+        (slot_waits_in_the_wrong_place, "evictable is True, for the policy False"),
+        (evictable_twice, "policy of"),
+        (deepest_state_goes_first, "part 1 is spare and of use"),
+        (pages_with_a_state_go_first, "part 0 is spare and of use"),
+        (slots_miscounted, "slots are in use"),
+        (states_beyond_their_budget, "states take"),
         (lease_without_ranks, "all ranks have finished"),
         (lease_of_too_many_ranks, "waits for ranks"),
         (aborted_lease_pending, "list of pending writes"),

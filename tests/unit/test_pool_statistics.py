@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from millpond.model.limits import KIB, MIB
-from millpond.model.names import Coverage
+from millpond.model.names import Coverage, Eviction
 from millpond.model.namespace import PartSpec
+from millpond.model.retention import Retention
 from millpond.pool.pool import Pool, default_extent_bytes
+from tests.pool_crowd import PAGES, SMALL, Crowd
 from tests.pool_values import EVERY, KEY_BYTES, LAST, chain, namespace
 
 
@@ -126,6 +128,52 @@ def test_aborts_and_expiries_are_counted() -> None:
     assert (now["num_write_leases"], now["num_leases"]) == (0, 2)
 
 
+def test_why_slots_were_evicted() -> None:
+    crowd = Crowd(2, (PAGES,), (SMALL,))
+    for at, tag in enumerate("abc"):
+        crowd.write(chain(4, tag=tag), at=at)
+    crowd.write(chain(1, tag="small"), at=1000, model=1)
+    now = crowd.now()
+    assert now["evictions"] == {"victim": 4, "spare": 0, "budget": 0, "extent": 4}
+    assert now["num_evictions"] == 8
+    assert [size["num_evictions"] for size in now["slot_sizes"]] == [8, 0]
+
+
+def test_what_comes_back_after_its_eviction_is_counted() -> None:
+    crowd = Crowd(1, (PAGES,), retention=Retention(Eviction.ARC))
+    crowd.write(chain(4, tag="a"), at=1)
+    crowd.read(chain(4, tag="a"), at=2)
+    for at, tag in enumerate("ba", start=3):
+        crowd.write(chain(4, tag=tag), at=at)
+    now = crowd.now()
+    assert now["retention"]["eviction"] == "arc"
+    assert now["slot_sizes"][0]["policy"]["num_ghost_hits"] == 4
+
+
+def test_refusals_by_replica_and_reason() -> None:
+    figures = Figures()
+    figures.reserve(figures.north, 4)
+    for num_blocks in (3, 4):
+        figures.reserve(figures.south, num_blocks)
+    figures.pool.set_enabled(enabled=False)
+    figures.reserve(figures.south, 9)
+    replicas = figures.now()["replicas"]
+    assert replicas["north"]["num_reserves_refused"] == {}
+    assert replicas["south"]["num_reserves_refused"] == {"present": 2, "off": 1}
+
+
+def test_blocks_without_room_are_counted() -> None:
+    crowd = Crowd(1, (PAGES,))
+    crowd.reserve(chain(9), at=1)
+    crowd.reserve(chain(3, tag="x"), at=2)
+    assert crowd.now()["refused"] == {
+        "num_blocks_not_admitted": 0,
+        "num_blocks_without_room": 5 + 3,
+        "num_blocks_beyond_limit": 0,
+        "num_tails_without_room": 0,
+    }
+
+
 def test_figures_are_plain_values() -> None:
     figures = Figures()
     figures.write(figures.north, 2)
@@ -134,16 +182,21 @@ def test_figures_are_plain_values() -> None:
     assert json.loads(json.dumps(now)) == now
 
 
+@pytest.mark.parametrize("eviction", Eviction)
 @pytest.mark.parametrize("num_blocks", [1, 1024], ids=["short", "long"])
-def test_a_block_costs_at_most_400_bytes(num_blocks: int) -> None:
+def test_a_block_costs_at_most_400_bytes(num_blocks: int, eviction: Eviction) -> None:
     num_keys = 6 * 1024
     arena_bytes = num_keys * 4 * KIB
     slots = PartSpec("pages", Coverage.EVERY, 4 * KIB)
-    chains = [chain(num_blocks, tag=str(number)) for number in range(num_keys // num_blocks)]
+    # Twice as many as there is room for: what has been evicted may be remembered.
+    chains = [chain(num_blocks, tag=str(number)) for number in range(2 * num_keys // num_blocks)]
     tracemalloc.start()
     try:
         pool = Pool(
-            epoch=1, arena_bytes=arena_bytes, extent_bytes=default_extent_bytes(arena_bytes)
+            epoch=1,
+            arena_bytes=arena_bytes,
+            extent_bytes=default_extent_bytes(arena_bytes),
+            retention=Retention(eviction),
         )
         session = pool.open_session(
             replica="north", namespace_id=pool.add_namespace(namespace(slots)), num_ranks=1

@@ -13,7 +13,6 @@ from array import array
 from typing import Final
 
 from millpond.model.errors import InvariantBroken
-from millpond.model.names import Coverage
 from millpond.pool import states
 from millpond.pool.allocator import Extent, SlotTable
 from millpond.pool.index import ROOT, Index, Part
@@ -175,7 +174,7 @@ class Evictor:
 
     def _evict_tail(self, part: Part, index: Index, node: int) -> None:
         self.store.drop_tail(part, index, node, evicted=True)
-        if part.coverage is Coverage.LAST:
+        if part.is_last:
             states.strand(index, node)
 
     # ------------------------------------------------------------ extents

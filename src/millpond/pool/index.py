@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from millpond.model.errors import InvariantBroken
@@ -39,11 +39,13 @@ class Part:
     window_blocks: int | None
     table: SlotTable
     owner: int
+    is_every: bool = field(init=False)
+    """Whether each block must have this part; such parts come and go with their node."""
+    is_last: bool = field(init=False)
 
-    @property
-    def is_every(self) -> bool:
-        """Whether each block must have this part; such parts come and go with their node."""
-        return self.coverage is Coverage.EVERY
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_every", self.coverage is Coverage.EVERY)
+        object.__setattr__(self, "is_last", self.coverage is Coverage.LAST)
 
 
 class Index:
@@ -57,10 +59,10 @@ class Index:
         self.every = tuple(part for part in parts if part.is_every)
         self.tails = tuple(part for part in parts if not part.is_every)
         """Parts that only a resumable boundary needs: LAST and WINDOW."""
-        self.lasts = tuple(part for part in self.tails if part.coverage is Coverage.LAST)
+        self.lasts = tuple(part for part in parts if part.is_last)
         self.is_hybrid = bool(self.every and self.lasts)
         """Whether blocks have pages that are of no use without a state."""
-        by_last = sorted(self.tails, key=lambda part: part.coverage is not Coverage.LAST)
+        by_last = sorted(self.tails, key=lambda part: not part.is_last)
         self.first_part = (*self.every, *by_last)[0]
         """The part by which blocks are counted: EVERY before LAST before WINDOW."""
         self.clear()
@@ -186,37 +188,42 @@ class Index:
 
     # ------------------------------------------------------------ changing
 
-    def add(self, key: bytes, parent: int) -> int:
-        """Append a block without slots to the prefix that ends at ``parent``."""
-        if self._free:
-            node = self._free.pop()
-        else:
-            node = len(self.keys)
-            self.keys.append(b"")
-            for column in (self.parent, self.child, self.older, self.younger, self.depth):
-                column.append(NONE)
-            for column in self.slots:
-                column.append(NONE)
-            self.num_missing.append(0)
-            self.ready.append(0)
-        sibling = self.child[parent]
-        self.keys[node] = key
-        self.parent[node] = parent
-        self.child[node] = NONE
-        self.older[node] = sibling
-        self.younger[node] = NONE
-        if sibling:
-            self.younger[sibling] = node
-        self.child[parent] = node
-        self.depth[node] = self.depth[parent] + 1
-        self.num_missing[node] = len(self.every)
-        self.ready[node] = not self.every
-        self.rows[key] = node
-        return node
+    def add(self, keys: list[bytes], parent: int) -> list[int]:
+        """Append blocks without slots to the prefix that ends at ``parent``; return their nodes."""
+        num_new = max(0, len(keys) - len(self._free))
+        nodes = [self._free.pop() for _ in range(len(keys) - num_new)]
+        nodes += range(len(self.keys), len(self.keys) + num_new)
+        self._append_rows(num_new)
+        depth = self.depth[parent]
+        if nodes:
+            older = self.child[parent]
+            self.older[nodes[0]] = older
+            if older:
+                self.younger[older] = nodes[0]
+        for key, node in zip(keys, nodes, strict=True):
+            depth += 1
+            self.keys[node] = key
+            self.parent[node] = parent
+            self.child[parent] = node
+            self.depth[node] = depth
+            self.num_missing[node] = len(self.every)
+            self.ready[node] = not self.every
+            self.rows[key] = node
+            parent = node
+        return nodes
+
+    def _append_rows(self, num_rows: int) -> None:
+        self.keys += [b""] * num_rows
+        columns = (self.parent, self.child, self.older, self.younger, self.depth, *self.slots)
+        for column in columns:
+            column.frombytes(bytes(num_rows * column.itemsize))
+        self.num_missing.extend(bytes(num_rows))
+        self.ready.extend(bytes(num_rows))
 
     def remove(self, node: int) -> None:
         """Take out a block that has neither children nor slots."""
-        if self.child[node] or any(column[node] for column in self.slots):
+        has_slot = [True for column in self.slots if column[node]]
+        if self.child[node] or has_slot:
             raise InvariantBroken(f"block {self.keys[node].hex()} removed while in use")
         older, younger = self.older[node], self.younger[node]
         if older:
@@ -228,6 +235,8 @@ class Index:
         del self.rows[self.keys[node]]
         self.keys[node] = b""
         self.ready[node] = 0
+        # What ``add`` does not write is as in a new row.
+        self.older[node] = self.younger[node] = NONE
         self._free.append(node)
 
     def note_committed(self, node: int) -> None:

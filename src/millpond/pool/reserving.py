@@ -224,16 +224,15 @@ class _Reservation:
     def attach(self) -> None:
         """Put the slots into the index, with the blocks that are new."""
         index, chain, store = self._index, self._chain, self._evictor.store
-        nodes = dict(enumerate(chain.present, chain.first_present))
-        node = chain.last_node
         stop = max((block for row in self._rows for block in row), default=-1) + 1
-        for block in range(chain.num_present, stop):
-            node = nodes[block] = index.add(chain.new_keys[block - chain.num_present], node)
+        num_new = max(0, stop - chain.num_present)
+        nodes = chain.present + index.add(chain.new_keys[:num_new], chain.last_node)
         for part, row in zip(index.parts, self._rows, strict=True):
             for block, slot in row.items():
-                store.attach(part, index, nodes[block], slot)
+                node = nodes[block - chain.first_present]
+                store.attach(part, index, node, slot)
                 if block < chain.num_present:
-                    store.refresh(index, nodes[block])
+                    store.refresh(index, node)
 
     def grant(self, refused: Refused) -> Grant:
         """Return what was taken, or why it is nothing."""

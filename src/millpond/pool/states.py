@@ -38,7 +38,10 @@ def state_read(part: Part, slot: int) -> None:
 
 
 def state_left(index: Index, part: Part, node: int) -> None:
-    """Note that a state after ``node`` has left: the one before it may be the deepest now."""
+    """Note that a state after ``node`` has left: the one before it may be the deepest now.
+
+    Not for spare ones: what has superseded them has superseded the one before, too.
+    """
     for slot in index.slots_up(part, node):
         part.table.mark(slot, is_spare=False)
         return

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 
 from millpond.model.errors import InvariantBroken
 from millpond.model.limits import PARTS_MAX
-from millpond.model.names import Coverage
 from millpond.pool import states
 from millpond.pool.allocator import (
     COMMITTED,
@@ -71,11 +70,16 @@ class Store:
 
     def refresh(self, index: Index, node: int) -> None:
         """Tell the policies what of ``node`` may be evicted; call after each change to it."""
-        for part, slot, is_evictable in self.evictable(index, node):
-            if is_evictable:
-                part.table.set_evictable(slot)
+        # As ``evictable`` says, without a generator: this is hot.
+        is_loose = self.is_loose(index, node)
+        for part in index.parts:
+            slot, table = index.slots[part.number][node], part.table
+            if not slot:
+                continue
+            if is_loose or not (part.is_every or table.num_holds[slot]):
+                table.set_evictable(slot)
             else:
-                part.table.set_in_use(slot)
+                table.set_in_use(slot)
 
     def owner_of(self, table: SlotTable, slot: int) -> tuple[Index, Part]:
         """Return the index and the part that ``slot`` belongs to."""
@@ -104,7 +108,7 @@ class Store:
         table.policy.enter(slot, index.keys[node])
         if part.is_every:
             index.note_committed(node)
-        elif part.coverage is Coverage.LAST:
+        elif part.is_last:
             states.state_committed(index, part, node)
 
     def hold(self, part: Part, index: Index, nodes: list[int], now_ns: int) -> array[int]:
@@ -124,7 +128,7 @@ class Store:
         for slot, node in zip(slots, nodes, strict=True):
             table.last_use_ns[slot] = now_ns
             table.policy.touch((slot,), now_ns)
-            if part.coverage is Coverage.LAST:
+            if part.is_last:
                 states.state_read(part, slot)
             self.refresh(index, node)
         return slots
@@ -146,8 +150,9 @@ class Store:
 
     def drop_tail(self, part: Part, index: Index, node: int, *, evicted: bool = False) -> None:
         """Let the LAST or WINDOW slot of ``node`` leave; the block itself may stay."""
+        was_spare = part.table.is_spare[index.slots[part.number][node]]
         self._detach(part, index, node, index.keys[node] if evicted else None)
-        if part.coverage is Coverage.LAST:
+        if part.is_last and not was_spare:
             states.state_left(index, part, index.parent[node])
         if index.every:
             self.refresh(index, node)
@@ -164,7 +169,7 @@ class Store:
         for part in index.parts:
             if index.slots[part.number][node]:
                 self._detach(part, index, node, evicted_key)
-                if part.coverage is Coverage.LAST:
+                if part.is_last:
                     states.state_left(index, part, parent)
         index.remove(node)
         self.refresh(index, parent)
@@ -178,7 +183,7 @@ class Store:
             for part in index.parts:
                 if index.slots[part.number][leaving]:
                     self._detach(part, index, leaving, evicted_key)
-                    if part.coverage is Coverage.LAST:
+                    if part.is_last:
                         states_left.add(part)
             index.remove(leaving)
         for part in states_left:
