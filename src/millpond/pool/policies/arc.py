@@ -42,6 +42,7 @@ class ArcPolicy:
         self._list = bytearray(len(self._list))
         self._num_recent = 0
         self._num_frequent = 0
+        self._num_slots = 0
         self._recent_ratio = _RECENT_RATIO_AT_START
         self._num_ghost_hits = 0
 
@@ -52,7 +53,8 @@ class ArcPolicy:
         if missing > 0:
             self._list.extend(bytes(missing))
         short = short_key(key)
-        num_slots = self._num_recent + self._num_frequent + 1
+        # While room is made for several at once there are fewer for a moment.
+        self._num_slots = num_slots = self._num_recent + self._num_frequent + 1
         num_recent, num_frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
         if self._recent_ghosts.take(short):
             step = max(1.0, num_frequent / num_recent) / num_slots
@@ -73,7 +75,6 @@ class ArcPolicy:
         if kind == _ABSENT:
             return
         self.discard(slot)
-        num_slots = self._num_recent + self._num_frequent
         self._list[slot] = _ABSENT
         if kind == _RECENT:
             self._num_recent -= 1
@@ -82,11 +83,12 @@ class ArcPolicy:
         if evicted_key is None:
             return
         ghosts = self._recent_ghosts if kind == _RECENT else self._frequent_ghosts
-        ghosts.make_room(num_slots)
+        ghosts.make_room(self._num_slots)
         ghosts.put(short_key(evicted_key))
         # Recent ones and their ghosts are at most as many as there are slots; all, twice that.
-        self._recent_ghosts.trim(num_slots - self._num_recent)
-        self._frequent_ghosts.trim(num_slots + 1 - len(self._recent_ghosts))
+        self._recent_ghosts.trim(max(0, self._num_slots - self._num_recent))
+        num_others = self._num_recent + self._num_frequent + len(self._recent_ghosts)
+        self._frequent_ghosts.trim(max(0, 2 * self._num_slots - num_others))
 
     def touch(self, slots: Iterable[int], now_ns: int) -> None:
         is_end = True
