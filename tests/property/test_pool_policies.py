@@ -302,7 +302,7 @@ def test_always_admits_all() -> None:
 
 
 def test_second_touch_admits_what_another_request_had_offered() -> None:
-    policy = SecondTouch(num_cells=1000)
+    policy = SecondTouch(num_keys=1000)
     keys = array("Q", range(10, 20))
     assert policy.admit(keys[:4], 1) == 0
     assert policy.admit(keys, 1) == 0, "a request that goes on is no second one"
@@ -312,16 +312,34 @@ def test_second_touch_admits_what_another_request_had_offered() -> None:
 
 
 def test_second_touch_admits_no_block_after_one_that_it_does_not() -> None:
-    policy = SecondTouch(num_cells=1000)
+    policy = SecondTouch(num_keys=1000)
     policy.admit(array("Q", [1, 2, 4]), 1)
     assert policy.admit(array("Q", [1, 2, 3, 4]), 2) == 2
 
 
-def test_second_touch_forgets_what_is_replaced_and_what_is_cleared() -> None:
-    policy = SecondTouch(num_cells=10)
+def test_second_touch_remembers_all_of_a_prefix_that_fits() -> None:
+    policy = SecondTouch(num_keys=1000)
+    keys = array("Q", (short_key(hashlib.sha256(b"%d" % n).digest()) for n in range(1000)))
+    assert policy.admit(keys, 1) == 0
+    assert policy.admit(keys, 2) == 1000
+
+
+def test_second_touch_forgets_what_was_asked_for_long_ago() -> None:
+    policy = SecondTouch(num_keys=10)
     policy.admit(array("Q", [1, 2]), 1)
-    policy.admit(array("Q", [11]), 1)
-    assert policy.admit(array("Q", [2]), 2) == 1
+    policy.admit(array("Q", range(100, 108)), 1)
+    assert policy.admit(array("Q", [1]), 2) == 1, "in the old generation, and young again"
+    policy.admit(array("Q", range(200, 209)), 1)
+    assert policy.admit(array("Q", [1]), 2) == 1
+    assert policy.admit(array("Q", [2]), 2) == 0
+    for start in range(1000, 2000, 10):
+        policy.admit(array("Q", range(start, start + 10)), 1)
     assert policy.admit(array("Q", [1]), 2) == 0
+    assert policy.statistics()["num_remembered"] <= 20
+
+
+def test_second_touch_forgets_what_is_cleared() -> None:
+    policy = SecondTouch()
+    policy.admit(array("Q", [2]), 1)
     policy.clear()
     assert policy.admit(array("Q", [2]), 3) == 0

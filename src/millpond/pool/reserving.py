@@ -202,7 +202,7 @@ class _Reservation:
         blocks = sorted(set(self._wish.parts[part.number]), reverse=True)
         missing = [block for block in blocks if block < stop and not self._has(part, block)]
         row = self._rows[part.number]
-        for block in missing:
+        for block in missing[:BLOCKS_PER_RESERVE_MAX]:
             slot = self._obtain(part, is_deepest=not row)
             if slot is None:
                 break

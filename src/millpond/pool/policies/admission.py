@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-NUM_KEYS_REMEMBERED: Final = 2**20
-"""More blocks than a machine's memory holds: a million blocks of 256 tokens, at 12 KiB a token
-(a model of half a billion weights), are 3 TiB."""
+NUM_KEYS_REMEMBERED: Final = 2**18
+"""As many blocks as 4 TiB of memory hold of a model with 64 KiB a token; at most twice as many
+are remembered, in 100 bytes each."""
 
 
 class AlwaysAdmit:
@@ -26,30 +26,32 @@ class AlwaysAdmit:
 class SecondTouch:
     """Stores a block when another request had offered it before.
 
-    A table with a cell for each remembered key and who offered it first; a key that falls into
-    a cell that is taken replaces the one there. So the memory is bounded, 16 bytes a cell, and
-    a key is remembered for about as many new ones as there are cells.
+    Remembers who offered a key first, in two generations: when the young one has ``num_keys``
+    it becomes the old one, and what was old is forgotten unless it was asked for meanwhile.
+    So the memory is bounded, and of a long prefix either all is remembered or none: a single
+    key that went lost would end the prefix there.
     """
 
-    def __init__(self, num_cells: int = NUM_KEYS_REMEMBERED) -> None:
-        self._num_cells = num_cells
+    def __init__(self, num_keys: int = NUM_KEYS_REMEMBERED) -> None:
+        self._num_keys = num_keys
         self.clear()
 
     def clear(self) -> None:
-        self._keys: array[int] = array("Q", bytes(8 * self._num_cells))
-        self._requests: array[int] = array("Q", bytes(8 * self._num_cells))
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
 
     def admit(self, keys: array[int], request: int) -> int:
-        remembered, requests, num_cells = self._keys, self._requests, self._num_cells
+        if len(self._young) + len(keys) > self._num_keys:
+            self._young, self._old = {}, self._young
+        young, old = self._young, self._old
         num_admitted = 0
         for number, key in enumerate(keys):
-            cell = key % num_cells
-            if remembered[cell] != key:
-                remembered[cell] = key
-                requests[cell] = request
-            elif requests[cell] != request and num_admitted == number:
+            first_request = young.get(key)
+            if first_request is None:
+                first_request = young[key] = old.get(key, request)
+            if first_request != request and num_admitted == number:
                 num_admitted += 1
         return num_admitted
 
     def statistics(self) -> dict[str, int]:
-        return {"num_cells": self._num_cells}
+        return {"num_remembered": len(self._young) + len(self._old)}
