@@ -41,6 +41,7 @@ NUM_ADMINS: Final = 2
 WAITING_MAX: Final = 8
 """Replies that one connection waits for before it sends more."""
 FRAMES_PER_ROUND: Final = 2000
+PROGRESS_FRAMES: Final = 100_000
 DAMAGED_RATIO: Final = 0.3
 """Of what is sent in one go, so much ends with a damaged frame."""
 SEND_MAX: Final = 5
@@ -393,7 +394,9 @@ def run(num_frames: int, seed: int) -> dict[str, Any]:
             sent = fuzzer.counts.total() + FRAMES_PER_ROUND
             while fuzzer.counts.total() < sent:
                 fuzzer.step()
-            num_seen = witness.round()
+            num_seen, num_before = witness.round(), num_seen
+            if num_seen // PROGRESS_FRAMES > num_before // PROGRESS_FRAMES:
+                print(num_seen, "frames", file=sys.stderr, flush=True)  # noqa: T201
         status = daemon.status()["service"]
         fuzzer.close()
         witness.close()

@@ -23,9 +23,9 @@ from millpond.arena.arena import Arena
 from millpond.model.errors import ExpectedError
 from tests.faults.engine import KINDS, Engine, Kind, Piece, pieces_to_read, pieces_to_write
 
-NUM_PREFIXES = 12
-LENGTH_MAX = 16
-JOBS_MAX = 6
+NUM_PREFIXES = 20
+LENGTH_MAX = 10
+JOBS_MAX = 4
 RETRY_S = 0.05
 
 

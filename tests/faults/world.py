@@ -1,6 +1,7 @@
 """What fault tests are made of: daemons and clients as processes, and bounded waiting."""
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -85,6 +86,14 @@ def eventually(
         pause.wait(0.01)
 
 
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_the_test() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Child:
     """A process of a test that speaks JSON lines; killed at the end whatever happens."""
 
@@ -98,6 +107,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            preexec_fn=_die_with_the_test,  # noqa: PLW1509 - no other thread holds a lock then
         )
         self._unread = b""
 
