@@ -1,178 +1,100 @@
-"""Real engines, started once a model and shared by all tests that need it."""
+"""Real engines, started once a system and shared by all tests that need it."""
 
-import os
-import random
 import tempfile
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import pytest
 
-from millpond.config import PoolConfig
-from millpond.launch.engine_client import Completion, EngineClient
-from millpond.launch.system import System, SystemOptions
-from millpond.launch.tiny import VOCAB_SIZE, make_attention, make_hybrid
-from millpond.service.client import AdminClient
-from millpond.service.protocol import Report
+from tests.e2e.engines import EXACT, OLDER_PYTHON, Gates, Replicas, Stage
 
-BLOCK = 256
-"""Tokens of a Millpond block in all test systems."""
-REQUEST_TIMEOUT_S = 120.0
-SETTLE_S = 30.0
-NUM_TOKENS = 8
-LOGPROB_TOLERANCE = 0.06
-"""vLLM's own difference between ways to cut one prompt into chunks: up to 0.05 was seen."""
+SYSTEMS = ("shared", "attention", "gated", "parallel", "older", "as_026")
+"""In the order in which tests run, so that each starts once."""
+SYSTEM_OF_FIXTURE = {"hybrid": "shared", "sliding": "shared"} | {s: s for s in SYSTEMS}
 
 
-def prompt(num_tokens: int, seed: int) -> list[int]:
-    """Return token ids that no other seed begins with."""
-    chance = random.Random(seed)
-    return [chance.randrange(10, VOCAB_SIZE - 10) for _ in range(num_tokens)]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests of one system beside each other; those of none come first."""
+    here = Path(__file__).parent
+    mine = [i for i, item in enumerate(items) if here in item.path.parents]
+    in_order = sorted((items[i] for i in mine), key=_place)
+    for i, item in zip(mine, in_order, strict=True):
+        items[i] = item
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Wait until ``condition`` holds, at most SETTLE_S."""
-    deadline = time.monotonic() + SETTLE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SETTLE_S:.0f} s: {what}"
-        time.sleep(0.02)
-
-
-@dataclass
-class Replicas:
-    """Two engines and a pool, and what tests ask of them."""
-
-    system: System
-
-    def ask(
-        self,
-        replica: str,
-        ids: Sequence[int],
-        *,
-        num_tokens: int = NUM_TOKENS,
-        skip_pool: bool = False,
-    ) -> tuple[Completion, str]:
-        """Return one greedy completion and the name it was asked under."""
-        name = f"test-{uuid.uuid4().hex}"
-        place = self.system.replica(replica)
-        with EngineClient(place.url, place.model, timeout_s=REQUEST_TIMEOUT_S) as client:
-            answer = client.complete(
-                ids, num_tokens=num_tokens, request_id=name, skip_pool=skip_pool
-            )
-            return answer, name
-
-    def reset(self, replica: str) -> None:
-        """Make one engine forget its local prefixes, once its stores have ended."""
-        place = self.system.replica(replica)
-        with EngineClient(place.url, place.model, timeout_s=REQUEST_TIMEOUT_S) as client:
-            client.reset_prefix_cache()
-
-    @contextmanager
-    def admin(self) -> Iterator[AdminClient]:
-        with AdminClient.connect(str(self.system.socket), timeout_s=5.0) as client:
-            yield client
-
-    def pool(self) -> dict[str, Any]:
-        """Return the pool's statistics."""
-        with self.admin() as admin:
-            statistics: dict[str, Any] = admin.status()
-        return statistics["pool"]
-
-    def clients(self, replica: str) -> list[dict[str, Any]]:
-        with self.admin() as admin:
-            statistics: dict[str, Any] = admin.status()
-        return [c for c in statistics["service"]["clients"] if c["replica"] == replica]
-
-    def settle(self) -> None:
-        """Wait until no lease is live, and check that the pool agrees with itself."""
-        eventually(lambda: self.pool()["num_leases"] == 0, "every lease has ended")
-        with self.admin() as admin:
-            admin.check()
-
-    def report(self, name: str) -> Report:
-        """Return where a request's tokens came from."""
-        with self.admin() as admin:
-            eventually(lambda: bool(admin.requests_named(name)), f"a report of {name}")
-            return admin.requests_named(name)[-1][1]
-
-    def joined(self, *names: str) -> None:
-        """Wait until these replicas' schedulers and workers are in a session."""
-        for name in names:
-            eventually(lambda name=name: len(self.clients(name)) == 2, f"{name} has joined")
-
-    def switch(self, *, enabled: bool) -> None:
-        with self.admin() as admin:
-            admin.switch(enabled=enabled)
-
-    def flush(self) -> None:
-        with self.admin() as admin:
-            admin.flush()
-
-
-@contextmanager
-def started(
-    model: str,
-    socket: Path,
-    *,
-    engine_args: Sequence[str],
-    connector: Mapping[str, object] = MappingProxyType({}),
-) -> Iterator[Replicas]:
-    """Start a pool and two replicas of ``model``, warm, and stop them."""
-    options = SystemOptions(
-        model=model,
-        num_replicas=2,
-        device="cpu",
-        environ={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
-        pool=PoolConfig(socket=socket, size_bytes=64 * 2**20, extent_bytes=None),
-        engine_args=engine_args,
-        connector=connector,
-        start_timeout_s=240.0,
-    )
-    with System(options) as system:
-        replicas = Replicas(system)
-        replicas.joined("a", "b")
-        with ThreadPoolExecutor() as threads:
-            # The first request with log-probabilities takes many times longer than the next.
-            list(threads.map(lambda name: replicas.ask(name, prompt(20, 0)), ("a", "b")))
-        yield replicas
+def _place(item: pytest.Item) -> int:
+    assert isinstance(item, pytest.Function)
+    call = getattr(item, "callspec", None)
+    names = [*item.fixturenames, *(call.params.values() if call else ())]
+    systems = [SYSTEM_OF_FIXTURE[n] for n in names if isinstance(n, str) and n in SYSTEM_OF_FIXTURE]
+    return 1 + SYSTEMS.index(systems[0]) if systems else 0
 
 
 @pytest.fixture(scope="session")
-def model_dir() -> Iterator[Path]:
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="millpond-test-") as folder:
-        yield Path(folder)
+        made = Stage(Path(folder), keeps_logs=lambda: request.session.testsfailed > 0)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
-@pytest.fixture(scope="session")
-def hybrid_model(model_dir: Path) -> str:
-    return str(make_hybrid(model_dir / "hybrid", seed=1).path)
-
-
-@pytest.fixture(scope="session")
-def hybrid(hybrid_model: str, model_dir: Path) -> Iterator[Replicas]:
+@pytest.fixture
+def hybrid(stage: Stage) -> Replicas:
     """Gated delta net and attention, blocks of 256 tokens."""
-    arguments = ("--block-size", str(BLOCK), "--max-model-len", "4096")
-    with started(hybrid_model, model_dir / "h.sock", engine_args=arguments) as replicas:
-        yield replicas
+    return Replicas(stage.system("shared"))
 
 
-@pytest.fixture(scope="session")
-def attention(model_dir: Path) -> Iterator[Replicas]:
-    """Full attention, four engine blocks of 64 tokens to one of Millpond's."""
-    model = str(make_attention(model_dir / "attention", seed=1).path)
-    arguments = ("--block-size", "64", "--max-model-len", "4096")
-    with started(model, model_dir / "a.sock", engine_args=arguments) as replicas:
-        yield replicas
+@pytest.fixture
+def sliding(stage: Stage) -> Replicas:
+    """Windows of 512 tokens and full attention, two engine blocks to one of Millpond's."""
+    return Replicas(stage.system("shared"), "c", "d", EXACT)
 
 
-@pytest.fixture(scope="session", params=["hybrid", "attention"])
+@pytest.fixture
+def attention(stage: Stage) -> Replicas:
+    """Full attention, four engine blocks to one of Millpond's."""
+    return Replicas(stage.system("attention"), tolerance=EXACT)
+
+
+@pytest.fixture
+def gated(stage: Stage) -> Replicas:
+    """Hybrid engines with little memory whose copies are held back through ``gates``."""
+    return Replicas(stage.system("gated"))
+
+
+@pytest.fixture
+def parallel(stage: Stage) -> Replicas:
+    """One hybrid engine on two tensor-parallel ranks."""
+    return Replicas(stage.system("parallel"), b="a")
+
+
+@pytest.fixture
+def older(stage: Stage) -> Replicas:
+    """Hybrid engines of vLLM 0.27.1."""
+    needs_older_engine()
+    return Replicas(stage.system("older"))
+
+
+@pytest.fixture
+def as_026(stage: Stage) -> Replicas:
+    """Engines with the local lookup of vLLM 0.26: ``a`` as it was there, ``b`` mended."""
+    needs_older_engine()
+    return Replicas(stage.system("as_026"))
+
+
+def needs_older_engine() -> None:
+    if not OLDER_PYTHON.exists():
+        pytest.skip(f"no {OLDER_PYTHON}: run scripts/setup --engine cpu-0.27")
+
+
+@pytest.fixture
+def gates(stage: Stage) -> Gates:
+    return stage.gates
+
+
+@pytest.fixture(params=["hybrid", "sliding", "attention"])
 def replicas(request: pytest.FixtureRequest) -> Replicas:
     """Each kind of model in turn."""
     return request.getfixturevalue(request.param)

@@ -1,40 +1,25 @@
 """A dead replica or daemon takes nobody down, leaks nothing, and hits return by themselves.
 
-Copies are held back for a moment, so that a kill lands in the middle of them for certain.
+Copies are held back at their first byte, so that a kill lands in the middle of them for certain.
 """
 
 import itertools
+import os
+import signal
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import (
-    BLOCK,
-    LOGPROB_TOLERANCE,
-    Replicas,
-    eventually,
-    prompt,
-    started,
-)
+from tests.e2e.engines import BLOCK, SETTLE_S, Gates, Replicas, assert_same, lease_of, prompt
+from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 SEEDS = itertools.count(700_000)
-COPY_DELAY_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def slow(hybrid_model: str, model_dir: Path) -> Iterator[Replicas]:
-    """Two replicas that wait before each copy."""
-    arguments = ("--block-size", str(BLOCK), "--max-model-len", "2048")
-    connector = {"copy_delay_s": COPY_DELAY_S}
-    socket = model_dir / "d.sock"
-    with started(hybrid_model, socket, engine_args=arguments, connector=connector) as replicas:
-        yield replicas
+JOIN_S = 90.0
 
 
 def ask_in_vain(replicas: Replicas, name: str, ids: list[int]) -> threading.Thread:
@@ -49,15 +34,9 @@ def ask_in_vain(replicas: Replicas, name: str, ids: list[int]) -> threading.Thre
     return thread
 
 
-def lease_of(replicas: Replicas, kind: str) -> Callable[[], bool]:
-    """Return whether a lease of that kind is live right now."""
-
-    def is_live() -> bool:
-        pool = replicas.pool()
-        num_writing = pool["num_write_leases"]
-        return bool(num_writing if kind == "store" else pool["num_leases"] - num_writing)
-
-    return is_live
+def joined(thread: threading.Thread) -> None:
+    thread.join(JOIN_S)
+    assert not thread.is_alive()
 
 
 def slots_in_use(pool: dict[str, Any]) -> int:
@@ -71,66 +50,89 @@ def serves_and_hits(replicas: Replicas, writer: str, reader: str) -> None:
     replicas.settle()
     moved, name = replicas.ask(reader, ids)
     assert replicas.report(name).writers == {writer: 2 * BLOCK}
-    assert moved.token_ids == cold.token_ids
-    assert moved.logprobs == pytest.approx(cold.logprobs, abs=LOGPROB_TOLERANCE)
+    assert_same(moved, cold)
     replicas.settle()
 
 
-@pytest.mark.parametrize("kind", ["store", "load"])
-def test_a_replica_killed_while_it_copies(slow: Replicas, kind: str) -> None:
-    ids = prompt(3 * BLOCK + 20, next(SEEDS))
-    if kind == "load":
-        slow.ask("b", ids)
-        slow.settle()
-    thread = ask_in_vain(slow, "a", ids)
-    eventually(lease_of(slow, kind), f"a {kind} is in flight")
-    slow.system.kill_replica("a")
-    thread.join(60)
-    assert not thread.is_alive()
-    slow.settle()
-    pool = slow.pool()
+def test_a_replica_killed_while_it_stores_and_loads(gated: Replicas, gates: Gates) -> None:
+    stored, loaded = (prompt(3 * BLOCK + 20, next(SEEDS)) for _ in range(2))
+    gated.ask("b", loaded)
+    gated.settle()
+    with gates("hold-store", "hold-load"):
+        threads = [ask_in_vain(gated, "a", ids) for ids in (stored, loaded)]
+        for kind in ("store", "load"):
+            eventually(lease_of(gated, kind), f"a {kind} is in flight", timeout_s=SETTLE_S)
+        gated.system.kill_replica("a")
+        for thread in threads:
+            joined(thread)
+    gated.settle()
+    pool = gated.pool()
     assert slots_in_use(pool) == 0
     assert pool["num_sessions"] == 1
-    # The other engine serves on, whether the pool has the prefix (load) or not (store).
-    _, name = slow.ask("b", ids)
-    assert slow.report(name).prompt_tokens == len(ids)
-    slow.settle()
-    slow.system.restart_replica("a")
-    slow.joined("a")
-    serves_and_hits(slow, "b", "a")
+    # The other engine serves on, whether the pool has the prefix or not.
+    for ids in (stored, loaded):
+        _, name = gated.ask("b", ids)
+        assert gated.report(name).prompt_tokens == len(ids)
+    gated.settle()
+    gated.system.restart_replica("a")
+    gated.joined("a")
+    serves_and_hits(gated, "b", "a")
 
 
-def test_a_daemon_killed_and_started_anew(slow: Replicas) -> None:
+def test_a_daemon_killed_and_started_anew(gated: Replicas) -> None:
     ids = prompt(2 * BLOCK + 20, next(SEEDS))
-    cold, _ = slow.ask("a", ids)
-    slow.settle()
-    slow.system.kill_pool()
+    cold, _ = gated.ask("a", ids)
+    gated.settle()
+    gated.system.kill_pool()
     # Engines serve without it, and each request costs no more than one refused connection.
-    alone, _ = slow.ask("b", ids)
-    assert alone.token_ids == cold.token_ids
+    alone, _ = gated.ask("b", ids)
+    assert_same(alone, cold)
     # An engine that starts while there is no daemon serves, and joins when there is one.
-    slow.system.kill_replica("b")
-    slow.system.restart_replica("b")
-    again, _ = slow.ask("b", ids)
-    assert again.token_ids == cold.token_ids
-    slow.system.restart_pool()
-    slow.joined("a", "b")
-    serves_and_hits(slow, "a", "b")
-    serves_and_hits(slow, "b", "a")
+    gated.system.kill_replica("b")
+    gated.system.restart_replica("b")
+    again, _ = gated.ask("b", ids)
+    assert_same(again, cold)
+    gated.system.restart_pool()
+    gated.joined("a", "b")
+    serves_and_hits(gated, "a", "b")
+    serves_and_hits(gated, "b", "a")
 
 
-def test_a_daemon_killed_while_copies_run(slow: Replicas) -> None:
+def while_a_load_is_held(
+    replicas: Replicas, gates: Gates, disturb: Callable[[], None]
+) -> threading.Thread:
+    """Let a load be disturbed and go on; the answer is compared in the returned thread."""
     ids = prompt(2 * BLOCK + 20, next(SEEDS))
-    cold, _ = slow.ask("a", ids)
-    slow.settle()
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(slow.ask("b", ids)[0]))
-    thread.start()
-    eventually(lease_of(slow, "load"), "a load is in flight")
-    slow.system.kill_pool()
-    thread.join(60)
+    cold, _ = replicas.ask("a", ids)
+    replicas.settle()
+    thread = threading.Thread(target=lambda: assert_same(replicas.ask("b", ids)[0], cold))
+    with gates("hold-load"):
+        thread.start()
+        eventually(lease_of(replicas, "load"), "a load is in flight", timeout_s=SETTLE_S)
+        disturb()
+    return thread
+
+
+def test_a_daemon_killed_while_copies_run(gated: Replicas, gates: Gates) -> None:
     # The load reads memory that the replica still maps: it completes, or is computed again.
-    assert [answer.token_ids for answer in answers] == [cold.token_ids]
-    slow.system.restart_pool()
-    slow.joined("a", "b")
-    serves_and_hits(slow, "a", "b")
+    joined(while_a_load_is_held(gated, gates, gated.system.kill_pool))
+    gated.system.restart_pool()
+    gated.joined("a", "b")
+    serves_and_hits(gated, "a", "b")
+
+
+def test_a_daemon_that_freezes_costs_hits_and_no_request(gated: Replicas) -> None:
+    ids = prompt(2 * BLOCK + 20, next(SEEDS))
+    cold, _ = gated.ask("a", ids)
+    gated.settle()
+    with gated.admin() as admin:
+        service: Any = admin.status()["service"]
+    os.kill(service["pid"], signal.SIGSTOP)
+    try:
+        alone, _ = gated.ask("b", ids)
+    finally:
+        os.kill(service["pid"], signal.SIGCONT)
+    assert_same(alone, cold)
+    gated.joined("a", "b")
+    serves_and_hits(gated, "a", "b")
+    serves_and_hits(gated, "b", "a")

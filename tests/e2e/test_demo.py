@@ -10,7 +10,7 @@ import pytest
 from millpond.cli import run
 from millpond.cli.exits import Exit
 from millpond.launch.demo import Demo, DemoOptions
-from tests.e2e.conftest import Replicas
+from tests.e2e.engines import Replicas
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -37,13 +37,16 @@ def test_a_stream_becomes_one_completion(monkeypatch: pytest.MonkeyPatch) -> Non
         return httpx.Response(200, text=empty + event((7, -0.5)) + event((9, -1.0)) + done)
 
     with client(monkeypatch, handler) as engine:
-        answer = engine.complete([1, 2], num_tokens=2, request_id="r")
+        answer = engine.complete(
+            [1, 2], num_tokens=2, request_id="r", fields={"cache_salt": "mine"}
+        )
     assert isinstance(answer, Completion)
     assert answer.token_ids == (7, 9)
     assert answer.logprobs == (-0.5, -1.0)
     assert 0 < answer.ttft_s <= answer.e2el_s
     body = json.loads(asked[0].content)
     assert (body["prompt"], body["max_tokens"], body["temperature"]) == ([1, 2], 2, 0)
+    assert body["cache_salt"] == "mine"
     assert asked[0].headers["X-Request-Id"] == "r"
 
 

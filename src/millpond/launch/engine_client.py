@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self, cast
 
 import httpx
@@ -44,11 +45,11 @@ class EngineClient:
         *,
         num_tokens: int,
         request_id: str,
-        skip_pool: bool = False,
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> Completion:
         """Return the greedy continuation of ``prompt_ids`` by exactly ``num_tokens`` tokens.
 
-        ``skip_pool`` asks the connector to leave the pool alone for this request.
+        ``fields`` are added to the body, for what only some requests have.
 
         Raises ``httpx.HTTPError``, and ``ValueError`` for an answer without tokens.
         """
@@ -61,9 +62,8 @@ class EngineClient:
             "stream": True,
             "logprobs": 0,
             "return_tokens_as_token_ids": True,
+            **fields,
         }
-        if skip_pool:
-            body["kv_transfer_params"] = {"millpond": "off"}
         collected = _Collector()
         started_at = time.perf_counter()
         with self._http.stream(
