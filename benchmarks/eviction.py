@@ -208,6 +208,7 @@ def compare(path: Path, sizes: Sequence[int], *, hybrid: bool) -> Iterable[Resul
     requests = read_trace(path)
     if hybrid:
         retentions = [Retention(state_ratio=ratio) for ratio in STATE_RATIOS]
+        retentions.append(Retention(Eviction.ARC))
     else:
         retentions = [
             Retention(eviction=eviction, admission=admission)
@@ -230,7 +231,7 @@ def table(results: Sequence[Result]) -> str:
 def _column(result: Result) -> str:
     if result.state_ratio is None:
         return f"{result.eviction}, {result.admission}"
-    return f"states {result.state_ratio:g}"
+    return f"{result.eviction}, states {result.state_ratio:g}"
 
 
 def _row(result: Result) -> tuple[str, str]:

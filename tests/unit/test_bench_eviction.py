@@ -85,5 +85,7 @@ def test_prints_a_table_with_a_row_for_each_pool(capsys: pytest.CaptureFixture[s
 def test_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     eviction.main([str(SAMPLE), "--hybrid", "--sizes", "4GiB", "--json"])
     rows = json.loads(capsys.readouterr().out)
-    assert [row["state_ratio"] for row in rows] == list(eviction.STATE_RATIOS)
+    lru = [row["state_ratio"] for row in rows if row["eviction"] == "lru"]
+    assert lru == list(eviction.STATE_RATIOS)
+    assert [row["state_ratio"] for row in rows if row["eviction"] == "arc"] == [0.5]
     assert {row["pool_bytes"] for row in rows} == {4 * 2**30}
