@@ -19,8 +19,10 @@ from millpond.model.limits import (
     BLOCKS_SHOWN_MAX,
     FRAME_BYTES_MAX,
     LEASES_PER_SESSION_MAX,
+    NAME_LENGTH_MAX,
     OUTPUT_BYTES_MAX,
     RANKS_MAX,
+    REPLICAS_SHOWN_MAX,
     STRING_LENGTH_MAX,
 )
 from millpond.model.names import Coverage
@@ -256,6 +258,31 @@ def test_reports_cannot_spoil_the_totals(daemon: Daemon) -> None:
         raw.send(report)
         raw.send(protocol.Status(id=1))
         assert isinstance(raw.reply(), protocol.StatusReply)
+
+
+def test_a_status_has_room_for_many_names(socket_path: str) -> None:
+    """Names of all lengths, each of which has read from all others, as far as is known."""
+    with Daemon(socket_path) as daemon:
+        daemon.wait_ready()
+        names = [chr(0x4E00 + number) * NAME_LENGTH_MAX for number in range(200)]
+        for number, name in enumerate(names):
+            writers = dict.fromkeys(names, 1)
+            report = protocol.Report(
+                request_id="r",
+                prompt_tokens=len(writers),
+                computed_tokens=0,
+                local_tokens=0,
+                loaded_tokens=len(writers),
+                writers=writers,
+            )
+            with RawClient(socket_path) as raw:
+                raw.greet(scheduler_hello(replica=name, session_key=f"{number}"))
+                raw.send(report)
+        status = daemon.status()
+        assert list(status["pool"]["replicas"]) == names[-REPLICAS_SHOWN_MAX:]
+        assert status["pool"]["num_replicas"] == len(names)
+        assert list(status["tokens"]) == names[-REPLICAS_SHOWN_MAX:]
+        assert len(status["tokens"][names[-1]]["loaded_tokens_by_writer"]) == REPLICAS_SHOWN_MAX
 
 
 def test_what_a_client_said_fits_into_a_line_of_the_log(daemon: Daemon) -> None:

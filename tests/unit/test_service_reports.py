@@ -2,7 +2,7 @@
 
 import pytest
 
-from millpond.model.limits import NAME_LENGTH_MAX, REPORTS_KEPT_MAX
+from millpond.model.limits import NAME_LENGTH_MAX, REPLICAS_SHOWN_MAX, REPORTS_KEPT_MAX
 from millpond.service.protocol import Report
 from millpond.service.reports import REPORTS_REPLIED_MAX, Reports
 
@@ -86,9 +86,10 @@ def test_totals_are_kept_for_a_bounded_number_of_names() -> None:
         reports.add(f"replica-{i}", report("r", **{f"w{i}": 1}))
         reports.add("steady", report("r", **{f"w{i}": 1}))
     totals = reports.statistics()
-    assert len(totals) == 1024
+    assert len(totals) == REPLICAS_SHOWN_MAX
     assert totals["steady"]["num_requests"] == 1100  # type: ignore[index]
-    assert len(totals["steady"]["loaded_tokens_by_writer"]) == 1024  # type: ignore[index]
+    written = totals["steady"]["loaded_tokens_by_writer"]  # type: ignore[index]
+    assert len(written) == REPLICAS_SHOWN_MAX
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ Granting so many, and evicting for each, takes a fraction of REQUEST_TIMEOUT_S."
 PARTS_MAX: Final = 8
 RANKS_MAX: Final = 64
 LEASES_PER_SESSION_MAX: Final = 65_536
+REPLICAS_SHOWN_MAX: Final = 64
+"""Replicas, the latest of all that were seen, that a status tells of: each beside each other."""
 REPORTS_KEPT_MAX: Final = 16_384
 """Request reports the daemon remembers; the oldest is dropped first."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from heapq import nlargest
 
 from millpond.model.errors import HandshakeRefused, LeaseUnknown
 from millpond.pool.index import Index
@@ -24,6 +25,7 @@ class Replica:
 
     number: int
     name: str
+    last_session_id: int = 0
     num_sessions: int = 0
     num_read_leases: int = 0
     num_write_leases: int = 0
@@ -101,6 +103,7 @@ class Sessions:
             self._replica_by_name[replica_name] = replica
         replica.num_sessions += 1
         self._last_session_id += 1
+        replica.last_session_id = self._last_session_id
         session = Session(self._last_session_id, replica, index, num_ranks)
         self.by_id[session.session_id] = session
         return session
@@ -111,6 +114,11 @@ class Sessions:
         if session is None or not session.is_open:
             raise ValueError(f"session {session_id} is not open")
         return session
+
+    def latest_replicas(self, num_max: int) -> list[Replica]:
+        """Return the replicas whose sessions were opened last, in the order of their numbers."""
+        latest = nlargest(num_max, self.replicas, key=lambda replica: replica.last_session_id)
+        return sorted(latest, key=lambda replica: replica.number)
 
     def forget_if_over(self, session: Session) -> None:
         """Drop the record of a session that is closed and holds nothing."""

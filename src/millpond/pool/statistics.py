@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from millpond.model.limits import REPLICAS_SHOWN_MAX
 from millpond.model.names import Outcome
 from millpond.pool.allocator import STATES
 from millpond.pool.evicting import Evictor
 from millpond.pool.reserving import Refused
-from millpond.pool.sessions import Sessions
+from millpond.pool.sessions import Replica, Sessions
 
 
 def _outcomes() -> dict[str, int]:
@@ -80,6 +81,7 @@ def pool_statistics(evictor: Evictor, sessions: Sessions, counts: Counts) -> dic
                 "policy": table.policy.statistics(),
             }
         )
+    replicas = sessions.latest_replicas(REPLICAS_SHOWN_MAX)
     bytes_by_state["unassigned"] = len(allocator.unassigned) * allocator.extent_bytes
     return {
         "epoch": allocator.epoch,
@@ -110,12 +112,13 @@ def pool_statistics(evictor: Evictor, sessions: Sessions, counts: Counts) -> dic
         "num_write_leases": len(sessions.writing),
         "num_leases": sessions.num_leases(),
         "num_write_leases_expired": counts.num_write_leases_expired,
-        "replicas": _replicas(sessions),
-        "blocks_by_writer_reader": _blocks_by_writer_reader(sessions),
+        "num_replicas": len(sessions.replicas),
+        "replicas": _replicas(replicas),
+        "blocks_by_writer_reader": _blocks_by_writer_reader(replicas),
     }
 
 
-def _replicas(sessions: Sessions) -> dict[str, dict[str, object]]:
+def _replicas(replicas: list[Replica]) -> dict[str, dict[str, object]]:
     return {
         replica.name: {
             "num_sessions": replica.num_sessions,
@@ -127,14 +130,16 @@ def _replicas(sessions: Sessions) -> dict[str, dict[str, object]]:
             "num_bytes_read": replica.num_bytes_read,
             "num_blocks_written": replica.num_blocks_written,
         }
-        for replica in sessions.replicas
+        for replica in replicas
     }
 
 
-def _blocks_by_writer_reader(sessions: Sessions) -> dict[str, dict[str, int]]:
+def _blocks_by_writer_reader(replicas: list[Replica]) -> dict[str, dict[str, int]]:
     """Return blocks read, by the name of the replica that wrote and of the one that read."""
+    names = {replica.name for replica in replicas}
     matrix: dict[str, dict[str, int]] = {}
-    for reader in sessions.replicas:
+    for reader in replicas:
         for writer, count in reader.num_blocks_read_by_writer.items():
-            matrix.setdefault(writer, {})[reader.name] = count
+            if writer in names:
+                matrix.setdefault(writer, {})[reader.name] = count
     return matrix

@@ -3,11 +3,11 @@
 from collections import Counter, OrderedDict, deque
 from typing import Final
 
-from millpond.model.limits import NAME_LENGTH_MAX, REPORTS_KEPT_MAX
+from millpond.model.limits import NAME_LENGTH_MAX, REPLICAS_SHOWN_MAX, REPORTS_KEPT_MAX
 from millpond.model.requests import client_request_ids
 from millpond.service.protocol import Report
 
-_NAMES_MAX: Final = 1024
+_NAMES_MAX: Final = REPLICAS_SHOWN_MAX
 """Replica names that totals are kept for, and writers for each; the least recent goes first."""
 _TOKENS_MAX: Final = 2**40
 """Of one request; sums of them stay numbers that a frame can carry."""
