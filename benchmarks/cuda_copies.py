@@ -22,7 +22,8 @@ import torch
 from millpond.arena.arena import Arena
 from millpond.arena.touch import touch
 from millpond.transfer import Copies, Direction
-from millpond.transfer.cuda import CudaCopyEngine
+from millpond.transfer.cuda import CudaCopyEngine, CudaDevice
+from millpond.transfer.streams import StreamCopyEngine
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAGES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
@@ -41,7 +42,7 @@ class Bench:
         touch(self.arena, fd, stop=threading.Event(), on_progress=lambda _: None)
         self.touch_s = time.monotonic() - started
         self.gpu = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
-        self.engine = CudaCopyEngine(self.device)
+        self.engine: StreamCopyEngine = CudaCopyEngine(self.device)
         started = time.monotonic()
         self.use(0)
         self.register_s = time.monotonic() - started
@@ -49,9 +50,10 @@ class Bench:
     def use(self, below: int) -> None:
         """Go on with an engine that moves pages below that size by the kernel."""
         self.engine.close(WAIT_S)
-        self.engine = CudaCopyEngine(
+        device = CudaDevice(
             self.device, load_kernel_below_bytes=below, store_kernel_below_bytes=below
         )
+        self.engine = StreamCopyEngine(device)
         self.engine.adopt(self.arena)
         deadline = time.monotonic() + WAIT_S
         while not self.engine.is_ready(2 * self.num_bytes):

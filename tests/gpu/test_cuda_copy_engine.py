@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     from millpond.arena.arena import Arena
     from millpond.transfer import Copies, Direction
-    from millpond.transfer.cuda import CudaCopyEngine, CudaFence
+    from millpond.transfer.cuda import CudaDevice, CudaEvent
+    from millpond.transfer.streams import StreamCopyEngine
 
 NUM_BYTES = 32 * 2**20
 PAGE = 256 * 2**10
@@ -21,14 +22,15 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(params=["copy engines", "kernel"])
-def engine(request: pytest.FixtureRequest) -> "Iterator[tuple[CudaCopyEngine, Arena]]":
+def engine(request: pytest.FixtureRequest) -> "Iterator[tuple[StreamCopyEngine, Arena]]":
     below = PAGE + 1 if request.param == "kernel" else 0
     arena, _ = Arena.create(size_bytes=NUM_BYTES, extent_bytes=NUM_BYTES, epoch=1)
-    made = CudaCopyEngine(
+    device = CudaDevice(
         torch.device("cuda", 0), load_kernel_below_bytes=below, store_kernel_below_bytes=below
     )
+    made = StreamCopyEngine(device)
     made.adopt(arena)
-    registered = made._registration
+    registered = device.registration
     assert registered is not None
     assert registered.wait(WAIT_S)
     # Load the kernel and every library before anything is timed or delayed.
@@ -69,7 +71,7 @@ def test_a_store_waits_for_a_late_producer(engine: object, is_ordered: bool) -> 
     copier, arena = engine
     gpu = torch.from_numpy(words(1)).cuda()
     late = torch.from_numpy(words(2)).cuda()
-    early = CudaFence(torch.cuda.Event())
+    early = CudaEvent(torch.cuda.Event())
     early.event.record()
     torch.cuda.synchronize()
     done = threading.Event()
@@ -100,7 +102,7 @@ def test_a_load_waits_for_a_late_reader_and_is_done_when_it_says_so(
     host(arena)[:] = words(2)
     gpu = torch.from_numpy(words(1)).cuda()
     read = torch.zeros_like(gpu)
-    early = CudaFence(torch.cuda.Event())
+    early = CudaEvent(torch.cuda.Event())
     early.event.record()
     torch.cuda.synchronize()
     done = threading.Event()

@@ -2,7 +2,8 @@
 
 from millpond.transfer.copies import Copies, Direction, plan_copies
 from millpond.transfer.cpu import CpuCopyEngine
-from millpond.transfer.engine import CopyEngine, Fence, Ticket
+from millpond.transfer.device import Fence
+from millpond.transfer.engine import CopyEngine, Ticket
 
 __all__ = [
     "Copies",

@@ -16,14 +16,7 @@ from typing import Protocol
 
 from millpond.arena.arena import Arena
 from millpond.transfer.copies import Copies, Direction
-
-
-class Fence(Protocol):
-    """A point in the order of the device's work."""
-
-    def is_passed(self) -> bool:
-        """Say whether all work before the fence has finished; does not block."""
-        ...
+from millpond.transfer.device import Fence
 
 
 @dataclass(frozen=True, slots=True)

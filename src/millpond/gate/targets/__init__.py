@@ -1,0 +1,1 @@
+"""Paths of other projects, each with its own imports, made only when asked for."""
