@@ -16,6 +16,7 @@ from millpond.cli.blocks import inspect
 from millpond.cli.context import Context, examples
 from millpond.cli.demo import demo
 from millpond.cli.exits import Exit, Terminated, exit_of
+from millpond.cli.gate import gate
 from millpond.cli.inspection import check, requests
 from millpond.cli.output import stderr
 from millpond.cli.pool import pool
@@ -46,7 +47,7 @@ def cli(context: click.Context, config: Path | None) -> None:
     context.ensure_object(Context).find_config(config)
 
 
-for _command in (up, pool, status, requests, inspect, check, demo):
+for _command in (up, pool, status, requests, inspect, check, demo, gate):
     cli.add_command(_command)
 
 

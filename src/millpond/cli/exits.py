@@ -6,6 +6,8 @@
 3    something has to be set up or changed first; the message says what
 4    the other side is away: no daemon, no answer in time, a process that ended
 5    the pool contradicts itself: a bug in Millpond
+6    a pool that must be empty is in use; nothing of it was touched
+7    not everything that was asked for was checked; nothing that was is wrong
 70   an unexpected error: a bug in Millpond
 130  interrupted by Ctrl-C
 143  ended by SIGTERM
@@ -15,6 +17,7 @@ import enum
 
 import httpx
 
+from millpond.gate.pool_errors import PoolInUse
 from millpond.model.errors import ConfigError, ExpectedError, InvariantBroken, SetupError
 
 
@@ -27,6 +30,8 @@ class Exit(enum.IntEnum):
     SETUP = 3
     AWAY = 4
     BROKEN = 5
+    IN_USE = 6
+    NOT_CHECKED = 7
     BUG = 70
     INTERRUPTED = 130
     TERMINATED = 143
@@ -34,6 +39,10 @@ class Exit(enum.IntEnum):
 
 class AnswerIsNo(Exception):
     """A command did its work and the answer is no; the message says what was found."""
+
+
+class NotAllChecked(Exception):
+    """Nothing that a command checked is wrong, but it could not check all; says what not."""
 
 
 class Terminated(BaseException):
@@ -44,7 +53,9 @@ def exit_of(error: BaseException) -> Exit:
     """Return the code for an error that ended a command."""
     table: tuple[tuple[type[BaseException], Exit], ...] = (
         (AnswerIsNo, Exit.NO),
+        (NotAllChecked, Exit.NOT_CHECKED),
         (ConfigError, Exit.USAGE),
+        (PoolInUse, Exit.IN_USE),
         (SetupError, Exit.SETUP),
         (ExpectedError, Exit.AWAY),
         (httpx.HTTPError, Exit.AWAY),

@@ -1,0 +1,22 @@
+"""``millpond gate``: shows on this machine whether copies are ordered and the pool is right."""
+
+from typing import Final
+
+import click
+
+from millpond.cli.context import examples
+
+_COMMANDS: Final[tuple[click.Command, ...]] = ()
+
+
+@click.group(epilog=examples("millpond gate --help"))
+def gate() -> None:
+    """Check that what is moved is right: on this machine, with this engine.
+
+    Each subcommand says what it checked and how much of it, and ends with 0 only if all of
+    that was checked and is right.
+    """
+
+
+for _command in _COMMANDS:
+    gate.add_command(_command)
