@@ -2,8 +2,9 @@
 
     python benchmarks/cuda_copies.py [--gib 2] [--json FILE]
 
-The link is one large copy between registered memory and the GPU. Pages and slots are
-scattered. Needs a CUDA device; run it on an idle one.
+The link is one large copy between registered memory and the GPU. GPU pages are scattered, and
+so are slots: of 4 MiB with pages side by side, as blocks have them, or (``one page``) each of a
+single page. Needs a CUDA device; run it on an idle one.
 """
 
 import argparse
@@ -22,11 +23,14 @@ import torch
 from millpond.arena.arena import Arena
 from millpond.arena.touch import touch
 from millpond.transfer import Copies, Direction
-from millpond.transfer.cuda import CudaCopyEngine, CudaDevice
+from millpond.transfer.cuda import CudaDevice
+from millpond.transfer.measuring import log_measured
+from millpond.transfer.routes import Route, Routes
 from millpond.transfer.streams import StreamCopyEngine
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAGES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
+SLOT = 4 * MIB
 REPEATS = 5
 WAIT_S = 120.0
 
@@ -42,18 +46,20 @@ class Bench:
         touch(self.arena, fd, stop=threading.Event(), on_progress=lambda _: None)
         self.touch_s = time.monotonic() - started
         self.gpu = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
-        self.engine: StreamCopyEngine = CudaCopyEngine(self.device)
+        self.engine: StreamCopyEngine | None = None
+        self.routes: Routes | None = None
         started = time.monotonic()
-        self.use(0)
+        self.use(Routes.only(Route.BATCH))
         self.register_s = time.monotonic() - started
+        self.measured = CudaDevice(self.device).measure()
+        log_measured(self.measured)
 
-    def use(self, below: int) -> None:
-        """Go on with an engine that moves pages below that size by the kernel."""
-        self.engine.close(WAIT_S)
-        device = CudaDevice(
-            self.device, load_kernel_below_bytes=below, store_kernel_below_bytes=below
-        )
-        self.engine = StreamCopyEngine(device)
+    def use(self, routes: Routes) -> None:
+        """Go on with an engine that moves pages by these routes."""
+        if self.engine is not None:
+            self.engine.close(WAIT_S)
+        self.routes = routes
+        self.engine = StreamCopyEngine(CudaDevice(self.device, routes=routes))
         self.engine.adopt(self.arena)
         deadline = time.monotonic() + WAIT_S
         while not self.engine.is_ready(2 * self.num_bytes):
@@ -61,14 +67,16 @@ class Bench:
             if time.monotonic() > deadline:
                 sys.exit("the arena was not registered in time")
 
-    def copies(self, direction: Direction, page: int, half: int, seed: int) -> Copies:
+    def copies(self, direction: Direction, page: int, half: int, slot: int = SLOT) -> Copies:
         """Return copies of all pages of one half, in two random orders."""
-        chance = np.random.default_rng(seed)
-        count = self.num_bytes // page
+        chance = np.random.default_rng(page + half)
+        slot = max(slot, page)
         base = half * self.num_bytes
-        host = self.arena.address + base + chance.permutation(count).astype(np.uint64) * page
-        gpu = self.gpu.data_ptr() + base + chance.permutation(count).astype(np.uint64) * page
-        lengths = np.full(count, page, np.uint64)
+        slots = chance.permutation(np.arange(0, self.num_bytes, slot))
+        host = (slots[:, None] + np.arange(0, slot, page)[None, :]).ravel()
+        gpu = chance.permutation(np.arange(0, self.num_bytes, page))
+        host, gpu = host + self.arena.address + base, gpu + self.gpu.data_ptr() + base
+        lengths = np.full(len(gpu), page, np.uint64)
         ends = (gpu, host) if direction is Direction.STORE else (host, gpu)
         return Copies(*(end.astype(np.uint64) for end in ends), lengths)
 
@@ -97,42 +105,49 @@ def median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(REPEATS))
 
 
-def link(bench: Bench) -> dict[str, float]:
-    """Return GB/s of one copy of everything, each way and both ways at once."""
-    load = bench.copies(Direction.LOAD, bench.num_bytes, 0, 0)
-    store = bench.copies(Direction.STORE, bench.num_bytes, 1, 0)
+def three_ways(bench: Bench, load: Copies, store: Copies) -> dict[str, float]:
+    """Return GB/s of a load, of a store, and of both at once."""
     n = bench.num_bytes / 1e9
+    one, other = (Direction.LOAD, load), (Direction.STORE, store)
     return {
-        "h2d": n / median(lambda: bench.seconds([(Direction.LOAD, load)])),
-        "d2h": n / median(lambda: bench.seconds([(Direction.STORE, store)])),
-        "duplex": 2
-        * n
-        / median(lambda: bench.seconds([(Direction.LOAD, load), (Direction.STORE, store)])),
+        "h2d": n / median(lambda: bench.seconds([one])),
+        "d2h": n / median(lambda: bench.seconds([other])),
+        "duplex": 2 * n / median(lambda: bench.seconds([one, other])),
     }
 
 
-ENGINES = {"copy engines": 0, "kernel": 2**62}
+def link(bench: Bench) -> dict[str, float]:
+    """Return GB/s of one copy of everything, each way and both ways at once."""
+    return three_ways(
+        bench,
+        bench.copies(Direction.LOAD, bench.num_bytes, 0),
+        bench.copies(Direction.STORE, bench.num_bytes, 1),
+    )
 
 
-def by_page(bench: Bench, ceilings: dict[str, float], name: str) -> list[dict[str, object]]:
-    bench.use(ENGINES[name])
+ROUTES = ("batch", "staged", "kernel", "chosen")
+
+
+def routes_named(bench: Bench, name: str) -> Routes:
+    return bench.measured.routes if name == "chosen" else Routes.only(Route(name))
+
+
+def by_page(
+    bench: Bench, ceilings: dict[str, float], name: str, slot: int
+) -> list[dict[str, object]]:
+    bench.use(routes_named(bench, name))
     rows: list[dict[str, object]] = []
-    n = bench.num_bytes / 1e9
     for page in PAGES:
-        load = bench.copies(Direction.LOAD, page, 0, page)
-        store = bench.copies(Direction.STORE, page, 1, page + 1)
-        figures = {
-            "h2d": n / median(lambda load=load: bench.seconds([(Direction.LOAD, load)])),
-            "d2h": n / median(lambda store=store: bench.seconds([(Direction.STORE, store)])),
-            "duplex": 2
-            * n
-            / median(
-                lambda load=load, store=store: bench.seconds(
-                    [(Direction.LOAD, load), (Direction.STORE, store)]
-                )
-            ),
+        figures = three_ways(
+            bench,
+            bench.copies(Direction.LOAD, page, 0, slot),
+            bench.copies(Direction.STORE, page, 1, slot),
+        )
+        row: dict[str, object] = {
+            "route": name,
+            "slots": "one page" if slot == 0 else "4 MiB",
+            "page_kib": page // KIB,
         }
-        row: dict[str, object] = {"engine": name, "page_kib": page // KIB}
         for way, value in figures.items():
             row[f"{way}_gb_s"] = round(value, 1)
             row[f"{way}_link_ratio"] = round(value / ceilings[way], 3)
@@ -141,23 +156,31 @@ def by_page(bench: Bench, ceilings: dict[str, float], name: str) -> list[dict[st
     return rows
 
 
-def enqueue_ms(bench: Bench, num_pages: int = 16_000) -> float:
-    """Return the milliseconds of Python in handing over that many copies of 64 KiB."""
-    copies = bench.copies(Direction.LOAD, 64 * KIB, 0, 3)
-    copies = Copies(*(np.resize(a, num_pages) for a in (copies.sources, copies.targets)),
-                    np.full(num_pages, 64 * KIB, np.uint64))  # fmt: skip
-    taken: list[float] = []
+def enqueue_ms(bench: Bench, num_pages: int = 16_000) -> dict[str, float]:
+    """Return what handing over that many copies of 64 KiB costs.
+
+    ``submit`` is what the engine's thread pays, ``lane`` what the lane's thread does meanwhile.
+    """
+    copies = bench.copies(Direction.LOAD, 64 * KIB, 0)
+    copies = Copies(*(a[:num_pages] for a in (copies.sources, copies.targets, copies.lengths)))
+    stream = CudaDevice(bench.device, routes=bench.routes).stream(Direction.LOAD)
+    taken: dict[str, list[float]] = {"submit": [], "lane": []}
     for _ in range(REPEATS):
         torch.cuda.synchronize()
         started = time.perf_counter()
         done = bench.submit(Direction.LOAD, copies)
-        taken.append((time.perf_counter() - started) * 1e3)
+        taken["submit"].append((time.perf_counter() - started) * 1e3)
         done.wait(WAIT_S)
-    return statistics.median(taken)
+        started = time.perf_counter()
+        held = stream.copy(copies)
+        taken["lane"].append((time.perf_counter() - started) * 1e3)
+        stream.record().wait()
+        del held
+    return {name: round(statistics.median(values), 3) for name, values in taken.items()}
 
 
 def matmul_ratio(bench: Bench) -> dict[str, float]:
-    """Return a matrix product's speed beside a store, as a share of its speed alone."""
+    """Return a matrix product's speed beside copies, as a share of its speed alone."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     b = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
 
@@ -173,14 +196,18 @@ def matmul_ratio(bench: Bench) -> dict[str, float]:
     products(20)
     alone = statistics.median(products(20) for _ in range(REPEATS))
     ratios: dict[str, float] = {}
-    for page in (64 * KIB, MIB):
-        store = bench.copies(Direction.STORE, page, 1, 5)
-        beside: list[float] = []
-        for _ in range(REPEATS):
-            done = bench.submit(Direction.STORE, store)
-            beside.append(products(10))
-            done.wait(WAIT_S)
-        ratios[f"{page // KIB}_kib"] = round(alone / statistics.median(beside), 3)
+    for direction in Direction:
+        for page in (64 * KIB, MIB):
+            copies = bench.copies(direction, page, 1)
+            beside: list[float] = []
+            for _ in range(REPEATS):
+                done = bench.submit(direction, copies)
+                beside.append(products(10))
+                if done.is_set():
+                    sys.exit("the products outlasted the copies: more --gib")
+                done.wait(WAIT_S)
+            name = f"{direction.value}_{page // KIB}_kib"
+            ratios[name] = round(alone / statistics.median(beside), 3)
     return ratios
 
 
@@ -199,18 +226,29 @@ def main() -> None:
         "touch_s": round(bench.touch_s, 2),
         "register_s": round(bench.register_s, 2),
         "link_gb_s": {k: round(v, 1) for k, v in ceilings.items()},
-        "pages": [row for name in ENGINES for row in by_page(bench, ceilings, name)],
+        "measured": {
+            "link_gb_s": [bench.measured.link.h2d_gb_s, bench.measured.link.d2h_gb_s],
+            "allowed_gb_s": bench.measured.link.allowed_gb_s,
+            "seconds": bench.measured.seconds,
+            "gb_s": bench.measured.gb_s,
+            "routes": bench.measured.routes.by_page,
+        },
+        "pages": [],
         "enqueue_16000_pages_ms": {},
-        "matmul_beside_store_ratio": {},
+        "matmul_ratio": {},
     }
-    for name, below in ENGINES.items():
-        bench.use(below)
-        figures["enqueue_16000_pages_ms"][name] = round(enqueue_ms(bench), 2)
-        figures["matmul_beside_store_ratio"][name] = matmul_ratio(bench)
+    print(json.dumps(figures["measured"]), flush=True)
+    for name in ROUTES:
+        figures["pages"] += by_page(bench, ceilings, name, SLOT)
+        figures["enqueue_16000_pages_ms"][name] = enqueue_ms(bench)
+        figures["matmul_ratio"][name] = matmul_ratio(bench)
+        print(json.dumps([figures["enqueue_16000_pages_ms"], figures["matmul_ratio"]]), flush=True)
+    figures["pages"] += by_page(bench, ceilings, "chosen", 0)
     print(json.dumps(figures))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    bench.engine.close(WAIT_S)
+    if bench.engine is not None:
+        bench.engine.close(WAIT_S)
 
 
 if __name__ == "__main__":

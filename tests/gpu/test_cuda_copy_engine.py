@@ -12,22 +12,20 @@ if torch.cuda.is_available():
     from millpond.arena.arena import Arena
     from millpond.transfer import Copies, Direction
     from millpond.transfer.cuda import CudaDevice, CudaEvent
+    from millpond.transfer.routes import Route, Routes
     from millpond.transfer.streams import StreamCopyEngine
 
 NUM_BYTES = 32 * 2**20
-PAGE = 256 * 2**10
+PAGE = 64 * 2**10
 SPIN_CYCLES = 300_000_000
 """About 0.15 s on the device: a producer that is late."""
 WAIT_S = 60.0
 
 
-@pytest.fixture(params=["copy engines", "kernel"])
+@pytest.fixture(params=["batch", "loop", "staged", "kernel"])
 def engine(request: pytest.FixtureRequest) -> "Iterator[tuple[StreamCopyEngine, Arena]]":
-    below = PAGE + 1 if request.param == "kernel" else 0
     arena, _ = Arena.create(size_bytes=NUM_BYTES, extent_bytes=NUM_BYTES, epoch=1)
-    device = CudaDevice(
-        torch.device("cuda", 0), load_kernel_below_bytes=below, store_kernel_below_bytes=below
-    )
+    device = CudaDevice(torch.device("cuda", 0), routes=Routes.only(Route(request.param)))
     made = StreamCopyEngine(device)
     made.adopt(arena)
     registered = device.registration

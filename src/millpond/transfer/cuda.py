@@ -1,39 +1,36 @@
-"""A GPU's streams: what the lanes enqueue on, and the copy engines and kernel behind it.
+"""A GPU's streams: what the lanes enqueue on, and the ways to move pages that they choose from.
 
 torch's streams are non-blocking: nothing is ordered by the legacy stream, and every edge is
-one that ``streams.py`` makes.
+one that ``streams.py`` or ``staging.py`` makes.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import torch
 
 from millpond.arena.arena import Arena
-from millpond.model.limits import KIB
 from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Fence, Stream
-from millpond.transfer.kernel import KernelCopier, can_copy
+from millpond.transfer.kernel import PageTable, can_copy
+from millpond.transfer.link import LinkSpeed
+from millpond.transfer.measuring import Measured, Sample, log_measured, measure
+from millpond.transfer.packing import HostRegion
 from millpond.transfer.registration import Registration
+from millpond.transfer.routes import Route, Routes, fallback
+from millpond.transfer.staging import Stager
 from millpond.transfer.streams import StreamCopyEngine
 
 logger = logging.getLogger("vllm.millpond")
 
 _UNDO_S = 60.0
-
-LOAD_KERNEL_BELOW_BYTES: Final = 256 * KIB
-STORE_KERNEL_BELOW_BYTES: Final = 32 * KIB
-"""Smaller pages are moved by the kernel, larger ones by the copy engines.
-
-Measured on an H200 (docs/RESULTS.md): the kernel leads below 256 KiB, but takes two thirds of
-a matrix product's speed while it runs. A request waits for a load; nobody waits for a store.
-"""
 _KERNEL_PROGRAMS: Final = 32
-"""Programs of the kernel, each on one of the GPU's 132 multiprocessors (H200)."""
-_BATCH_COPIES_MAX: Final = 1024
-"""Copies in one call of the driver: 0.6 ms, in which the engine's own launches may wait."""
+"""Programs of the kernel over the link, each on one of the GPU's 132 multiprocessors (H200)."""
+_PRIORITIES: Final = {Direction.LOAD: -1, Direction.STORE: 0}
+"""Lower numbers go first: what a request waits for before what may be of use later."""
 
 
 class CudaEvent:
@@ -55,12 +52,26 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A non-blocking stream for one direction, and the ways to copy on it."""
+    """A non-blocking stream for one direction, and the ways to copy on it.
 
-    def __init__(self, device: torch.device, priority: int, kernel_below_bytes: int) -> None:
-        self._kernel = KernelCopier(device, _KERNEL_PROGRAMS)
-        self._kernel_below_bytes = kernel_below_bytes
+    ``routes`` and ``region`` are asked for with each submission: they change once the link
+    has been measured, and with each arena.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        direction: Direction,
+        *,
+        routes: Callable[[], Routes],
+        region: Callable[[], HostRegion],
+    ) -> None:
+        self._direction = direction
+        self._routes = routes
+        self._region = region
+        priority = _PRIORITIES[direction]
         self._stream = torch.cuda.Stream(device=device, priority=priority)
+        self._stager: Stager | None = Stager(device, direction, priority)
 
     def wait_for(self, fence: Fence) -> None:
         """Let the device hold back later work; ``CopyFailed`` for a fence of another kind."""
@@ -69,21 +80,57 @@ class CudaStream:
         self._stream.wait_event(fence.event)
 
     def copy(self, copies: Copies) -> object:
-        """Enqueue the copies: small pages by the kernel, large ones by the copy engines."""
-        staged: list[object] = []
-        rest = np.ones(len(copies.lengths), np.bool_)
+        """Enqueue the copies, each by the route of its size."""
+        by_route: dict[Route, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
+        routes = self._routes()
+        for length in np.unique(copies.lengths).tolist():
+            chosen = copies.lengths == length
+            route = routes.of(self._direction, length)
+            by_route[route] = by_route[route] | chosen if route in by_route else chosen
         try:
-            for length in np.unique(copies.lengths).tolist():
-                chosen = copies.lengths == length
-                sources, targets = copies.sources[chosen], copies.targets[chosen]
-                if length < self._kernel_below_bytes and can_copy(sources, targets, length):
-                    staged.append(self._kernel.enqueue(sources, targets, length, self._stream))
-                    rest &= ~chosen
-            large = Copies(copies.sources[rest], copies.targets[rest], copies.lengths[rest])
-            _enqueue_copies(large, self._stream.cuda_stream)
+            return [
+                self._enqueue(
+                    route,
+                    Copies(copies.sources[some], copies.targets[some], copies.lengths[some]),
+                )
+                for route, some in by_route.items()
+            ]
         except (cudart.CudaFailed, RuntimeError) as failure:  # torch and Triton raise the latter
             raise CopyFailed(str(failure)) from failure
-        return staged
+
+    def _enqueue(self, route: Route, copies: Copies) -> object:
+        needs_kernel = route in (Route.STAGED, Route.KERNEL)
+        arrays = (copies.sources, copies.targets, copies.lengths)
+        if needs_kernel and not can_copy(*arrays):
+            route = Route.BATCH
+        if route is Route.STAGED:
+            staged = self._stage(copies)
+            if staged is not None:
+                return staged
+            route = Route.KERNEL if self._direction is Direction.LOAD else Route.BATCH
+        if route is Route.KERNEL:
+            table = PageTable(*arrays, self._stream)
+            table.copy(slice(None), self._stream, _KERNEL_PROGRAMS)
+            return table
+        enqueue = cudart.copy_each if route is Route.LOOP else cudart.copy_many
+        enqueue(*arrays, self._stream.cuda_stream)
+        return copies
+
+    def _stage(self, copies: Copies) -> object:
+        """Enqueue by way of the buffer; None where that does not pay or there is no memory."""
+        if self._stager is None:
+            return None
+        try:
+            return self._stager.enqueue(copies, self._region(), self._stream)
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "event=no_staging direction=%s reason=%r remedy=%r",
+                self._direction.value,
+                "no GPU memory is left for the buffer",
+                "lower --gpu-memory-utilization a little: small pages are copied slower now",
+            )
+            self._stager = None
+            return None
 
     def record(self) -> CudaEvent:
         """Return an event behind everything that was enqueued so far."""
@@ -100,20 +147,24 @@ class CudaStream:
 
 
 class CudaDevice:
-    """A ``Device`` for one GPU; memory in the arena must be registered first."""
+    """A ``Device`` for one GPU; memory in the arena must be registered first.
+
+    ``routes`` None measures the link and the routes once the arena's first piece is
+    registered; until then the usual ones serve.
+    """
 
     def __init__(
         self,
         device: torch.device,
         *,
-        load_kernel_below_bytes: int = LOAD_KERNEL_BELOW_BYTES,
-        store_kernel_below_bytes: int = STORE_KERNEL_BELOW_BYTES,
+        routes: Routes | None = None,
+        on_link: Callable[[LinkSpeed], None] | None = None,
     ) -> None:
         self._device = device
-        self._kernel_below_bytes = {
-            Direction.LOAD: load_kernel_below_bytes,
-            Direction.STORE: store_kernel_below_bytes,
-        }
+        self._routes = routes or fallback(has_batch=cudart.has_batch_copy())
+        self._is_measured = routes is not None
+        self._on_link = on_link
+        self._region = HostRegion(0, 1)
         self.registration: Registration | None = None
 
     def fence(self) -> Fence:
@@ -123,19 +174,24 @@ class CudaDevice:
         return CudaEvent(event)
 
     def stream(self, direction: Direction) -> Stream:
-        """Make a stream; lower priorities go first: what a request waits for before the rest."""
-        priority = -1 if direction is Direction.LOAD else 0
-        return CudaStream(self._device, priority, self._kernel_below_bytes[direction])
+        """Make a stream for one direction."""
+        return CudaStream(
+            self._device, direction, routes=lambda: self._routes, region=lambda: self._region
+        )
 
     def enter_thread(self) -> None:
         """Put a new thread, which stands on device 0, on this device."""
         torch.cuda.set_device(self._device)
+        cudart.relax_capture()
 
     def adopt(self, arena: Arena) -> None:
         """Register the arena with CUDA in the background; the earlier one is unregistered."""
         self.enter_thread()
         self.release(_UNDO_S)
-        self.registration = Registration(arena, self._device)
+        self._region = HostRegion(arena.address, arena.extent_bytes)
+        self.registration = Registration(
+            arena, prepare=self.enter_thread, on_first=self._measure_once
+        )
 
     def is_ready(self, end_offset: int) -> bool:
         """Say whether the arena is registered up to ``end_offset``."""
@@ -148,25 +204,46 @@ class CudaDevice:
         if registration is not None:
             registration.undo(timeout_s)
 
+    def measure(self) -> Measured:
+        """Time the link and the routes on streams of their own; blocks for about 0.2 s.
+
+        Raises ``RuntimeError`` (of torch) or ``CudaFailed`` where it cannot.
+        """
+        sample = Sample(self._device)
+        region = HostRegion(sample.host.data_ptr(), sample.host.nbytes)
+        streams: dict[tuple[Direction, Route], CudaStream] = {}
+
+        def copy(direction: Direction, route: Route, copies: Copies) -> None:
+            only = Routes.only(route)
+            stream = streams.setdefault(
+                (direction, route),
+                CudaStream(self._device, direction, routes=lambda: only, region=lambda: region),
+            )
+            held = stream.copy(copies)
+            stream.record().wait()
+            del held
+
+        return measure(self._device, copy, sample)
+
+    def _measure_once(self) -> None:
+        if self._is_measured:
+            return
+        self._is_measured = True
+        try:
+            measured = self.measure()
+        except (CopyFailed, cudart.CudaFailed, RuntimeError) as failure:
+            logger.warning("event=link_not_measured reason=%r", str(failure))
+            return
+        self._routes = measured.routes
+        log_measured(measured)
+        if self._on_link is not None:
+            self._on_link(measured.link)
+
 
 class CudaCopyEngine(StreamCopyEngine):
-    """A ``CopyEngine`` for one GPU."""
+    """A ``CopyEngine`` for one GPU; ``on_link`` is told the link's speed once it is known."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(CudaDevice(device))
-
-
-def _enqueue_copies(copies: Copies, stream: int) -> None:
-    """Hand copies to the driver's copy engines, many in one call where it has one for many."""
-    num_copies = len(copies.lengths)
-    if cudart.has_batch_copy():
-        for start in range(0, num_copies, _BATCH_COPIES_MAX):
-            some = slice(start, start + _BATCH_COPIES_MAX)
-            cudart.copy_batch(
-                copies.sources[some], copies.targets[some], copies.lengths[some], stream
-            )
-        return
-    for source, target, length in zip(
-        copies.sources.tolist(), copies.targets.tolist(), copies.lengths.tolist(), strict=True
-    ):
-        cudart.copy_one(source, target, length, stream)
+    def __init__(
+        self, device: torch.device, *, on_link: Callable[[LinkSpeed], None] | None = None
+    ) -> None:
+        super().__init__(CudaDevice(device, on_link=on_link))

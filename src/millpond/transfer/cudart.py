@@ -19,7 +19,10 @@ _HOST_REGISTER_PORTABLE: Final = 1
 _HOST_REGISTER_MAPPED: Final = 2
 _SOURCE_ORDER_STREAM: Final = 1
 _DEFAULT_KIND: Final = 4
+_CAPTURE_MODE_RELAXED: Final = 2
 _BATCH_SIGNATURE_CHANGED: Final = 13000
+_BATCH_COPIES_MAX: Final = 1024
+"""Copies in one call: 0.6 ms, in which the engine's own launches may have to wait."""
 
 
 class CudaFailed(SetupError):
@@ -73,6 +76,25 @@ def has_batch_copy() -> bool:
     return hasattr(_library(), "cudaMemcpyBatchAsync")
 
 
+def pci_bus_id(device: int) -> str:
+    """Return where a device sits, as 0000:1b:00.0."""
+    text = ctypes.create_string_buffer(32)
+    status = _library().cudaDeviceGetPCIBusId(text, ctypes.c_int(32), ctypes.c_int(device))
+    _check("cudaDeviceGetPCIBusId", status)
+    return text.value.decode().lower()
+
+
+def relax_capture() -> None:
+    """Let this thread allocate, register and copy while another one captures a graph.
+
+    Engines capture their graphs at start, while the arena is being registered; without this a
+    call of ours in another thread would spoil a capture in the runtime's global mode.
+    """
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    status = _library().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    _check("cudaThreadExchangeStreamCaptureMode", status)
+
+
 def register_host(address: int, num_bytes: int) -> None:
     """Page-lock memory of this process for all devices; blocks for about 0.06 s a GiB.
 
@@ -115,6 +137,35 @@ def copy_batch(
         arguments.append(ctypes.byref(ctypes.c_size_t()))  # index of the copy that failed
     status = _library().cudaMemcpyBatchAsync(*arguments, ctypes.c_void_p(stream))
     _check("cudaMemcpyBatchAsync", status)
+
+
+def copy_many(
+    sources: NDArray[np.uint64],
+    targets: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    stream: int,
+) -> None:
+    """Enqueue independent copies on ``stream``, in few calls where the runtime can."""
+    num_copies = len(lengths)
+    if not has_batch_copy():
+        copy_each(sources, targets, lengths, stream)
+        return
+    for start in range(0, num_copies, _BATCH_COPIES_MAX):
+        some = slice(start, start + _BATCH_COPIES_MAX)
+        copy_batch(sources[some], targets[some], lengths[some], stream)
+
+
+def copy_each(
+    sources: NDArray[np.uint64],
+    targets: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    stream: int,
+) -> None:
+    """Enqueue copies on ``stream`` with a call for each."""
+    for source, target, length in zip(
+        sources.tolist(), targets.tolist(), lengths.tolist(), strict=True
+    ):
+        copy_one(source, target, length, stream)
 
 
 def copy_one(source: int, target: int, num_bytes: int, stream: int) -> None:

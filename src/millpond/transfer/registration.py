@@ -3,9 +3,8 @@
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Final
-
-import torch
 
 from millpond.arena.arena import Arena
 from millpond.model.limits import GIB
@@ -15,24 +14,43 @@ logger = logging.getLogger("vllm.millpond")
 
 PIECE_BYTES: Final = 64 * GIB
 """Largest piece that is registered in one call."""
+_FIRST_PIECE_BYTES: Final = 2 * GIB
+"""The first is small: copies begin when it is there. Each later one is twice as large."""
+_NUM_THREADS: Final = 4
 
 
 class Registration:
     """The registration of one mapping, made piece by piece in the background.
 
     Keeps the mapping alive until ``undo``. Slots that lie in a registered prefix can be
-    copied at once; others cannot be copied yet.
+    copied at once; others cannot be copied yet. ``prepare`` runs first in each thread,
+    ``on_first`` once the first piece is registered, in the thread that did it.
     """
 
-    def __init__(self, arena: Arena, device: torch.device) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        prepare: Callable[[], None],
+        on_first: Callable[[], None],
+    ) -> None:
         self.arena = arena
-        self._device = device
+        self._prepare = prepare
+        self._on_first = on_first
+        self._pieces = pieces_of(arena.size_bytes, arena.extent_bytes)
+        self._lock = threading.Lock()
+        self._next = 0
+        self._registered: set[int] = set()
         self._num_bytes = 0
-        self._starts: list[int] = []
         self._failure: cudart.CudaFailed | None = None
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="millpond-register", daemon=True)
-        self._thread.start()
+        self._started_s = time.monotonic()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"millpond-register-{i}", daemon=True)
+            for i in range(min(_NUM_THREADS, len(self._pieces)))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def failure(self) -> cudart.CudaFailed | None:
@@ -45,40 +63,82 @@ class Registration:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the whole arena is registered; False on failure or time-out."""
-        self._thread.join(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         return self.covers(self.arena.size_bytes)
 
     def undo(self, timeout_s: float) -> None:
-        """Unregister; no copy may be in flight. Bounded by the piece in progress."""
+        """Unregister; no copy may be in flight. Bounded by the pieces in progress."""
         self._stopping = True
-        self._thread.join(timeout_s)
-        self._num_bytes = 0
-        while self._starts:
-            cudart.unregister_host(self._starts.pop())
+        self.wait(timeout_s)
+        with self._lock:
+            self._num_bytes = 0
+            while self._registered:
+                start, _ = self._pieces[self._registered.pop()]
+                cudart.unregister_host(self.arena.address + start)
 
     def _run(self) -> None:
-        # A new thread stands on device 0, where another rank's memory has been sized already.
-        torch.cuda.set_device(self._device)
-        started_s = time.monotonic()
-        size = self.arena.size_bytes
-        for start in range(0, size, PIECE_BYTES):
-            if self._stopping:
-                return
-            num_bytes = min(PIECE_BYTES, size - start)
+        self._prepare()
+        while (index := self._take()) is not None:
+            start, num_bytes = self._pieces[index]
             try:
                 cudart.register_host(self.arena.address + start, num_bytes)
             except cudart.CudaFailed as error:
-                self._failure = error
-                logger.error(
-                    "event=register_failed start=%d bytes=%d reason=%r remedy=%r",
-                    start,
-                    num_bytes,
-                    str(error),
-                    "raise the limit on locked memory (ulimit -l) or make the pool smaller",
-                )
+                self._fail(error, start, num_bytes)
                 return
-            self._starts.append(self.arena.address + start)
+            self._note(index)
+            if index == 0:
+                self._on_first()
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._stopping or self._failure is not None or self._next == len(self._pieces):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _note(self, index: int) -> None:
+        with self._lock:
+            self._registered.add(index)
+            num_whole = 0
+            while num_whole in self._registered:
+                num_whole += 1
+            start, num_bytes = self._pieces[num_whole - 1] if num_whole else (0, 0)
             self._num_bytes = start + num_bytes
-        logger.info(
-            "event=arena_registered bytes=%d seconds=%.2f", size, time.monotonic() - started_s
+            is_over = len(self._registered) == len(self._pieces)
+        if is_over:
+            logger.info(
+                "event=arena_registered bytes=%d pieces=%d seconds=%.2f",
+                self.arena.size_bytes,
+                len(self._pieces),
+                time.monotonic() - self._started_s,
+            )
+
+    def _fail(self, error: cudart.CudaFailed, start: int, num_bytes: int) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+        logger.error(
+            "event=register_failed start=%d bytes=%d reason=%r remedy=%r",
+            start,
+            num_bytes,
+            str(error),
+            "raise the limit on locked memory (ulimit -l) or make the pool smaller",
         )
+
+
+def pieces_of(size_bytes: int, extent_bytes: int) -> Sequence[tuple[int, int]]:
+    """Return (start, bytes) of the pieces in which an arena is registered, in order.
+
+    A piece ends where an extent does, so that no slot lies in two of them.
+    """
+    pieces: list[tuple[int, int]] = []
+    start = 0
+    wanted = _FIRST_PIECE_BYTES
+    while start < size_bytes:
+        num_extents = max(1, wanted // extent_bytes)
+        num_bytes = min(num_extents * extent_bytes, size_bytes - start)
+        pieces.append((start, num_bytes))
+        start += num_bytes
+        wanted = min(2 * wanted, PIECE_BYTES)
+    return pieces
