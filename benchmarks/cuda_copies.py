@@ -193,21 +193,21 @@ def matmul_ratio(bench: Bench) -> dict[str, float]:
         end.synchronize()
         return start.elapsed_time(end) / num
 
-    products(20)
-    alone = statistics.median(products(20) for _ in range(REPEATS))
+    products(100)  # clocks settle
     ratios: dict[str, float] = {}
     for direction in Direction:
         for page in (64 * KIB, MIB):
             copies = bench.copies(direction, page, 1)
-            beside: list[float] = []
+            pairs: list[float] = []
             for _ in range(REPEATS):
+                alone = products(10)
                 done = bench.submit(direction, copies)
-                beside.append(products(10))
+                pairs.append(alone / products(10))
                 if done.is_set():
                     sys.exit("the products outlasted the copies: more --gib")
                 done.wait(WAIT_S)
             name = f"{direction.value}_{page // KIB}_kib"
-            ratios[name] = round(alone / statistics.median(beside), 3)
+            ratios[name] = round(statistics.median(pairs), 3)
     return ratios
 
 

@@ -50,15 +50,16 @@ class Routes:
 def fallback(*, has_batch: bool) -> Routes:
     """Return the routes for a GPU on which nothing was measured."""
     large = Route.BATCH if has_batch else Route.LOOP
-    table = {16 * KIB: Route.STAGED, 256 * KIB: Route.STAGED, MIB: large}
+    table = {32 * KIB: Route.STAGED, MIB: large}
     return Routes(dict.fromkeys(Direction, table))
 
 
+STAGED_LEAD_MIN: Final = 1.15
+"""How much faster than the copy engines alone the buffer must be: it costs GPU memory, and
+both directions at once gain less by it."""
 KERNEL_LEAD_MIN: Final = 1.15
-"""How much faster than the others the kernel must be: it takes most of the speed of whatever
-else the GPU computes meanwhile, and the copy engines take none."""
-BATCH_LEAD_MIN: Final = 0.98
-"""What of the staged speed is enough for the copy engines alone, which need no buffer."""
+"""How much faster than the others the kernel must be: it takes a good part of the speed of
+whatever else the GPU computes meanwhile, and the copy engines take none."""
 
 
 def pick(gb_s: Mapping[Direction, Mapping[int, Mapping[Route, float]]]) -> Routes:
@@ -75,13 +76,10 @@ def pick(gb_s: Mapping[Direction, Mapping[int, Mapping[Route, float]]]) -> Route
 
 
 def _best(direction: Direction, gb_s: Mapping[Route, float]) -> Route:
-    engines = {route: speed for route, speed in gb_s.items() if route is not Route.KERNEL}
-    best = max(engines, key=lambda route: engines[route])
-    for simple in (Route.BATCH, Route.LOOP):
-        if engines.get(simple, 0.0) >= BATCH_LEAD_MIN * engines[best]:
-            best = simple
-            break
+    best = Route.BATCH if Route.BATCH in gb_s else Route.LOOP
+    if gb_s.get(Route.STAGED, 0.0) > STAGED_LEAD_MIN * gb_s[best]:
+        best = Route.STAGED
     kernel = gb_s.get(Route.KERNEL, 0.0)
-    if direction is Direction.LOAD and kernel > KERNEL_LEAD_MIN * engines[best]:
+    if direction is Direction.LOAD and kernel > KERNEL_LEAD_MIN * gb_s[best]:
         return Route.KERNEL
     return best
