@@ -29,7 +29,7 @@ DIFFERENT: dict[str, object] = {
     "engine": "other",
     "engine_version": "0.27",
     "parts": OTHER_PARTS,
-    "format_version": 2,
+    "format_version": 1,
 }
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from millpond.arena import touch as touch_module
-from millpond.arena.arena import Arena
+from millpond.arena.arena import Arena, segment_bytes
 from millpond.arena.touch import touch
 from millpond.model.errors import ArenaTooLarge
 from millpond.model.limits import ARENA_HEADER_BYTES, MIB
@@ -94,7 +94,7 @@ def test_attach_refuses_a_header_that_differs(field: str, offset: int) -> None:
 
 
 def test_attach_refuses_an_unsealed_segment() -> None:
-    with created() as (_, fd), memfd(ARENA_HEADER_BYTES + SIZE) as copy:
+    with created() as (_, fd), memfd(segment_bytes(SIZE)) as copy:
         os.pwrite(copy, os.pread(fd, 4096, 0), 0)
         with pytest.raises(ValueError, match="sealed"):
             Arena.attach(copy, expected_epoch=EPOCH)
@@ -137,8 +137,8 @@ def test_touch_takes_all_memory_and_tells_how_far_it_is() -> None:
         progress: list[int] = []
         assert touch(arena, fd, stop=threading.Event(), on_progress=progress.append)
         assert progress == sorted(progress)
-        assert progress[-1] == SIZE
-        assert allocated_bytes(fd) >= SIZE
+        assert progress[-1] == arena.total_bytes
+        assert allocated_bytes(fd) >= arena.total_bytes > SIZE
 
 
 def test_touch_falls_back_where_the_kernel_cannot_populate(
@@ -180,7 +180,7 @@ def test_touch_without_memory_is_an_error_with_both_numbers(
     monkeypatch.setattr(touch_module, "_populate", populate)
     with created() as (arena, fd), pytest.raises(ArenaTooLarge, match="of 40 MiB") as caught:
         touch(arena, fd, stop=threading.Event(), on_progress=lambda _: None)
-    assert caught.value.wanted_bytes == SIZE
+    assert caught.value.wanted_bytes == arena.total_bytes
     assert caught.value.available_bytes <= 16 * MIB
 
 

@@ -40,6 +40,7 @@ def statistics(*, epoch: int = 1) -> dict[str, Any]:
             "num_evictions": 5,
             "num_leases": 0,
             "num_write_leases_expired": 0,
+            "checks": {"num_slots_checked": 3, "num_slots_damaged": 0},
             "pins": {"granted": 7, "miss": 0},
             "reserves": {"granted": 8, "full": 0},
             "refused": {"num_blocks_without_room": 0},
@@ -97,6 +98,7 @@ REFUSALS = [
     (("service", "slow_peers_dropped"), "connection", "slow: "),
     (("service", "bad_reports"), "report", "bad: "),
     (("service", "unknown_leases"), "finish", "unknown lease: "),
+    (("pool", "checks", "num_slots_damaged"), "load", "damaged: "),
 ]
 
 

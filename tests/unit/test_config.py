@@ -205,6 +205,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         load=False,
         copy_delay_s=0.0,
         pending_wait_s=0.0,
+        check_ratio=0.0,
     )
     assert connector_config({}, {"XDG_RUNTIME_DIR": "/r"}) == ConnectorConfig(
         socket=Path("/r/millpond/pool.sock"),
@@ -213,6 +214,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         load=True,
         copy_delay_s=0.0,
         pending_wait_s=0.0,
+        check_ratio=0.0,
     )
 
 
@@ -233,6 +235,7 @@ def test_a_connector_reads_a_file_only_if_the_environment_names_it(
         ({"store": "maybe"}, ["connector.store", "'maybe'", "kv_connector_extra_config"]),
         ({"replica": "x" * 200}, ["connector.replica"]),
         ({"copy_delay_s": -1}, ["connector.copy_delay_s"]),
+        ({"check_ratio": 1.5}, ["connector.check_ratio", "from 0 to 1"]),
     ],
 )
 def test_a_connector_refuses_bad_extra_config(

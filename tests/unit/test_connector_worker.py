@@ -1,5 +1,6 @@
 """The worker's side ends every lease it is told of, also those that it cannot serve."""
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,11 @@ class FakeClient:
 
     def __init__(self, session: int = SESSION) -> None:
         self.session = session
-        self.arena: Any = SimpleNamespace(size_bytes=10 * SLOT_BYTES, address=0)
+        self.arena: Any = SimpleNamespace(
+            size_bytes=10 * SLOT_BYTES,
+            address=0,
+            sums=lambda *_: memoryview(array("Q", [0])),
+        )
         self.finished: list[tuple[int, bool]] = []
 
     def finish(self, lease_ids: list[int], *, ok: bool) -> None:
@@ -47,8 +52,9 @@ def make_worker(client: FakeClient | None) -> Any:  # noqa: ANN401
     part = PartLayout("attention", (LayerPages("l", 0, SLOT_BYTES),), {0: 1})
     layout = EngineLayout(256, 256, (256,), (part,), (Coverage.EVERY,), (None,))
     engine: Any = NotReady()
+    settings: Any = SimpleNamespace(socket="/nowhere", check_ratio=0.0)
     worker: Any = WorkerSide(layout, ReplicaIdentity(
-        replica="a", session_key="k", num_ranks=1), "/nowhere", engine, 0)  # fmt: skip
+        replica="a", session_key="k", num_ranks=1), settings, engine, 0)  # fmt: skip
     worker._current = client
     return worker
 

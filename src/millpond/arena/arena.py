@@ -1,7 +1,9 @@
 """The one shared segment: made by the daemon, mapped by every worker.
 
-    0                      ARENA_HEADER_BYTES                       + size_bytes
-    | header | unused      | slot area                              |
+    0                      ARENA_HEADER_BYTES               + size_bytes   + size_bytes / 512
+    | header | unused      | slot area                      | checksums    |
+
+Each SUMMED_BYTES_MIN of slots have room for one checksum, a u64: the clients' business.
 
 It is a memfd: it has no name in any file system, so that nothing is left when all processes
 that use it have died. Its size is sealed, so that no peer can cut it short under a copy.
@@ -15,11 +17,17 @@ import os
 import struct
 from typing import Final, Self
 
-from millpond.model.limits import ARENA_HEADER_BYTES, FORMAT_VERSION, SLOT_ALIGNMENT_BYTES
+from millpond.model.limits import (
+    ARENA_HEADER_BYTES,
+    FORMAT_VERSION,
+    SLOT_ALIGNMENT_BYTES,
+    SUMMED_BYTES_MIN,
+)
 
 _MAGIC: Final = b"MILLPOND"
 _HEADER: Final = struct.Struct("<8sIIQQQ")
 """Magic, format version, header bytes, epoch, size bytes, extent bytes."""
+_SUM_BYTES: Final = 8
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -31,12 +39,18 @@ class Arena:
     uses it must have drained them before ``close``.
     """
 
-    def __init__(self, mapping: mmap.mmap, *, epoch: int, extent_bytes: int) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, *, size_bytes: int, epoch: int, extent_bytes: int
+    ) -> None:
         self._mapping: mmap.mmap | None = mapping
-        self._view = memoryview(mapping)[ARENA_HEADER_BYTES:]
         self.epoch = epoch
         self.extent_bytes = extent_bytes
-        self.size_bytes = len(self._view)
+        self.size_bytes = size_bytes
+        self.total_bytes = size_bytes + _sums_bytes(size_bytes)
+        """Bytes of the slots and their checksums."""
+        end = ARENA_HEADER_BYTES + size_bytes
+        self._view = memoryview(mapping)[ARENA_HEADER_BYTES:end]
+        self._sums = memoryview(mapping)[end:].cast("Q")
         self.address = _address(mapping) + ARENA_HEADER_BYTES
         """Where the slot area begins in this process."""
 
@@ -50,9 +64,10 @@ class Arena:
             raise ValueError(f"size {size_bytes} is not a multiple of {SLOT_ALIGNMENT_BYTES}")
         fd = os.memfd_create("millpond-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, ARENA_HEADER_BYTES + size_bytes)
+            num_bytes = segment_bytes(size_bytes)
+            os.ftruncate(fd, num_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            mapping = _map(fd, ARENA_HEADER_BYTES + size_bytes)
+            mapping = _map(fd, num_bytes)
         except BaseException:
             os.close(fd)
             raise
@@ -66,7 +81,8 @@ class Arena:
             size_bytes,
             extent_bytes,
         )
-        return cls(mapping, epoch=epoch, extent_bytes=extent_bytes), fd
+        arena = cls(mapping, size_bytes=size_bytes, epoch=epoch, extent_bytes=extent_bytes)
+        return arena, fd
 
     @classmethod
     def attach(cls, fd: int, *, expected_epoch: int) -> Self:
@@ -89,11 +105,11 @@ class Arena:
             _check("format version", version, FORMAT_VERSION)
             _check("header bytes", header_bytes, ARENA_HEADER_BYTES)
             _check("epoch", epoch, expected_epoch)
-            _check("size", size_bytes, num_bytes - ARENA_HEADER_BYTES)
+            _check("size", segment_bytes(size_bytes), num_bytes)
         except ValueError:
             mapping.close()
             raise
-        return cls(mapping, epoch=epoch, extent_bytes=extent_bytes)
+        return cls(mapping, size_bytes=size_bytes, epoch=epoch, extent_bytes=extent_bytes)
 
     def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
         """Return the bytes at an offset, writable; keeps the mapping alive while it lives."""
@@ -104,14 +120,34 @@ class Arena:
             )
         return self._view[offset_bytes:end]
 
+    def sums(self, offset_bytes: int, first: int, num_sums: int) -> "memoryview[int]":
+        """Return checksums ``first`` and on of the slot at an offset, writable; 0 is none.
+
+        ``ValueError`` outside of the arena.
+        """
+        start = offset_bytes // SUMMED_BYTES_MIN + first
+        if not 0 <= start <= start + num_sums <= len(self._sums):
+            raise ValueError(f"sums {start} to {start + num_sums} are not of {len(self._sums)}")
+        return self._sums[start : start + num_sums]
+
     def close(self) -> None:
         """Give up the mapping; it goes when the last view of it does. Idempotent."""
         self._view.release()
+        self._sums.release()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             # While a view is out there closing fails, and the last view unmaps it instead.
             with contextlib.suppress(BufferError):
                 mapping.close()
+
+
+def segment_bytes(size_bytes: int) -> int:
+    """Return the bytes of a segment whose slot area has ``size_bytes``."""
+    return ARENA_HEADER_BYTES + size_bytes + _sums_bytes(size_bytes)
+
+
+def _sums_bytes(size_bytes: int) -> int:
+    return size_bytes // SUMMED_BYTES_MIN * _SUM_BYTES
 
 
 def _map(fd: int, num_bytes: int) -> mmap.mmap:

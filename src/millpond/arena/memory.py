@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from millpond.arena.arena import segment_bytes
 from millpond.model.errors import ArenaTooLarge
-from millpond.model.limits import ARENA_HEADER_BYTES, KIB, MIB
+from millpond.model.limits import KIB, MIB
 
 
 class MemoryBound(NamedTuple):
@@ -38,7 +39,7 @@ _V2 = _CgroupFiles(
 def ensure_available(size_bytes: int, *, root: Path = Path("/")) -> None:
     """Raise ``ArenaTooLarge`` unless an arena of ``size_bytes`` fits; allocates nothing."""
     bound = tightest_bound(root=root)
-    if size_bytes + ARENA_HEADER_BYTES > bound.available_bytes:
+    if segment_bytes(size_bytes) > bound.available_bytes:
         message = (
             f"an arena of {size_bytes // MIB} MiB does not fit: {bound.source} leaves "
             f"{bound.available_bytes // MIB} MiB; choose a smaller size or raise that limit"

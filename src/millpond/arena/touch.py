@@ -33,13 +33,13 @@ def touch(
     stop: threading.Event,
     on_progress: Callable[[int], None],
 ) -> bool:
-    """Populate every page of the slot area; return False when ``stop`` was set before the end.
+    """Populate every page of the slots and their checksums; return False when ``stop`` was set before the end.
 
     ``on_progress(done_bytes)`` is called from the calling thread, which blocks. Raises
     ``ArenaTooLarge`` when the kernel has no memory left; what was taken goes with the arena.
     """
     pieces: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for start in range(0, arena.size_bytes, _PIECE_BYTES):
+    for start in range(0, arena.total_bytes, _PIECE_BYTES):
         pieces.put(start)
     num_pieces = pieces.qsize()
     done: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
@@ -92,7 +92,7 @@ def _populate_pieces(
             start = pieces.get_nowait()
         except queue.Empty:
             return
-        num_bytes = min(_PIECE_BYTES, arena.size_bytes - start)
+        num_bytes = min(_PIECE_BYTES, arena.total_bytes - start)
         try:
             _populate(arena, fd, start, num_bytes)
         except OSError as error:
@@ -113,7 +113,7 @@ def _populate(arena: Arena, fd: int, start: int, num_bytes: int) -> None:
 
 def _no_memory(arena: Arena, done_bytes: int, error: OSError) -> ArenaTooLarge:
     message = (
-        f"the kernel gave {done_bytes // MIB} MiB of {arena.size_bytes // MIB} MiB for the "
+        f"the kernel gave {done_bytes // MIB} MiB of {arena.total_bytes // MIB} MiB for the "
         f"arena ({error.strerror}); choose a smaller size or free memory"
     )
-    return ArenaTooLarge(message, wanted_bytes=arena.size_bytes, available_bytes=done_bytes)
+    return ArenaTooLarge(message, wanted_bytes=arena.total_bytes, available_bytes=done_bytes)

@@ -27,6 +27,7 @@ _REASONS: Final = {
     ("connection", "slow"): "it did not read its replies, and was closed",
     ("report", "bad"): "its tokens did not add up",
     ("finish", "unknown lease"): "the lease had ended already",
+    ("load", "damaged"): "a checksum differed; the slot is out of use until the daemon ends",
 }
 _GRANTED: Final = "granted"
 
@@ -169,6 +170,7 @@ def _refused(statistics: Tree) -> Iterator[tuple[str, str, int]]:
         ("connection", "slow", service["slow_peers_dropped"]),
         ("report", "bad", service["bad_reports"]),
         ("finish", "unknown lease", service["unknown_leases"]),
+        ("load", "damaged", tree(pool, "checks")["num_slots_damaged"]),
     ]
     for what, why, times in found:
         if number(times):

@@ -63,7 +63,8 @@ class ConnectorConfig:
 
     ``replica`` None lets the connector make up a name. ``copy_delay_s`` holds back each copy
     on the CPU, for tests of what happens meanwhile. ``pending_wait_s`` is how long a request
-    waits for a prefix that another replica is computing; 0 never waits.
+    waits for a prefix that another replica is computing; 0 never waits. ``check_ratio`` of
+    the loaded slots are compared with their checksums; at 0 stores write none either.
     """
 
     socket: Path
@@ -72,6 +73,7 @@ class ConnectorConfig:
     load: bool
     copy_delay_s: float
     pending_wait_s: float
+    check_ratio: float
 
 
 # ---------------------------------------------------------------- options
@@ -113,6 +115,7 @@ _CONNECTOR_STORE: Final = _Option("connector.store", values.boolean, default=Tru
 _CONNECTOR_LOAD: Final = _Option("connector.load", values.boolean, default=True)
 _CONNECTOR_COPY_DELAY: Final = _Option("connector.copy_delay_s", values.seconds(0, 60), 0.0)
 _CONNECTOR_PENDING_WAIT: Final = _Option("connector.pending_wait_s", values.seconds(0, 600), 0.0)
+_CONNECTOR_CHECK_RATIO: Final = _Option("connector.check_ratio", values.ratio(0), 0.0)
 
 _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
     "tuple[_Option[object], ...]",
@@ -135,6 +138,7 @@ _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
         _CONNECTOR_LOAD,
         _CONNECTOR_COPY_DELAY,
         _CONNECTOR_PENDING_WAIT,
+        _CONNECTOR_CHECK_RATIO,
     ),
 )
 _OPTIONS: Final = {option.key: option for option in _ALL_OPTIONS}
@@ -193,6 +197,7 @@ class Settings:
             load=self._required(_CONNECTOR_LOAD, "load"),
             copy_delay_s=self._required(_CONNECTOR_COPY_DELAY, "copy_delay_s"),
             pending_wait_s=self._required(_CONNECTOR_PENDING_WAIT, "pending_wait_s"),
+            check_ratio=self._required(_CONNECTOR_CHECK_RATIO, "check_ratio"),
         )
 
     def socket(self) -> Path:

@@ -44,6 +44,7 @@ from millpond.connector.worker import WorkerSide
 from millpond.model.errors import ExpectedError, UnsupportedEngine
 from millpond.service.client import AdminClient, ReplicaIdentity, SchedulerClient
 from millpond.transfer import CopyEngine, CpuCopyEngine
+from millpond.transfer.checksums import page_hash
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -77,6 +78,8 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         self._recompute_failed_loads()
         try:
             self._layout = engine_layout(kv_cache_config, vllm_config)
+            if self._config.check_ratio:
+                page_hash()
             # Once, at the start: files that are replaced later are not what is served.
             is_scheduler = role is KVConnectorRole.SCHEDULER
             self._weights = fingerprint(vllm_config) if is_scheduler else ""
@@ -114,7 +117,7 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkerSide(
             self._layout,
             self._identity(),
-            str(config.socket),
+            config,
             _copy_engine(config),
             rank,
         )

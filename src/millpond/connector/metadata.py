@@ -14,11 +14,13 @@ class PartJob:
     """Blocks of one part to copy: ``slots[i]`` is the arena offset of block i's slot.
 
     ``tables[g][i]`` lists the engine blocks of group g that make it up; 0 is skipped.
+    ``seeds[i]`` goes into its checksums; there are none where nothing is summed.
     """
 
     part: int
     slots: list[int]
     tables: dict[int, list[list[int]]]
+    seeds: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,11 @@ class RequestState:
             self.key_bytes = len(key)
         return max(num_known, num_blocks)
 
+    def checksum_seed(self, block: int) -> int:
+        """Return the first 8 bytes of a block's key as a number."""
+        start = block * self.key_bytes
+        return int.from_bytes(self.keys[start : start + 8], "little")
+
     def prefix(self, num_blocks: int) -> bytes:
         """Return the keys of the first ``num_blocks`` blocks, packed."""
         return bytes(self.keys[: num_blocks * self.key_bytes])

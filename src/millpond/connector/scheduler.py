@@ -66,6 +66,9 @@ class SchedulerSettings(Protocol):
     @property
     def pending_wait_s(self) -> float: ...
 
+    @property
+    def check_ratio(self) -> float: ...
+
 
 class SchedulerSide:
     """See the module. ``layout`` and ``num_ranks`` are those of this engine."""
@@ -185,14 +188,18 @@ class SchedulerSide:
                 request_id=request.request_id,
                 session=pinned.session,
                 lease_id=pinned.lease_id,
-                parts=self._load_parts(pinned, tables, num_local_tokens),
+                parts=self._load_parts(state, pinned, tables, num_local_tokens),
             )
         )
         state.is_loading = True
         state.num_offered = pinned.lease.num_blocks
 
     def _load_parts(
-        self, pinned: Pinned, tables: list[list[int]], num_local_tokens: int
+        self,
+        state: RequestState,
+        pinned: Pinned,
+        tables: list[list[int]],
+        num_local_tokens: int,
     ) -> tuple[PartJob, ...]:
         jobs: list[PartJob] = []
         for part, pairs in enumerate(pinned.lease.offsets):
@@ -208,7 +215,7 @@ class SchedulerSide:
                 by_group[group] = [
                     self._layout.table(part, group, block, hidden) for block in blocks
                 ]
-            jobs.append(PartJob(part, slots, by_group))
+            jobs.append(PartJob(part, slots, by_group, self._seeds(state, blocks)))
         return tuple(jobs)
 
     def _pin(self, state: RequestState, num_blocks: int, first_block: int) -> Pinned | None:
@@ -355,12 +362,18 @@ class SchedulerSide:
                 for group in self._layout.parts[part].blocks
             }
             held += [i for rows in tables.values() for row in rows for i in row if i]
-            jobs.append(PartJob(part, [offset for _, offset in wanted], tables))
+            seeds = self._seeds(state, [block for block, _ in wanted])
+            jobs.append(PartJob(part, [offset for _, offset in wanted], tables, seeds))
         job = Job(self._new_job_id(), state.request.request_id, session, lease_id, tuple(jobs))
         self._hold(held)
         self._stores[job.job_id] = _StoreInFlight(job.request_id, held, self._num_ranks)
         state.store_jobs.add(job.job_id)
         return job
+
+    def _seeds(self, state: RequestState, blocks: list[int]) -> list[int]:
+        if not self._settings.check_ratio:
+            return []
+        return [state.checksum_seed(block) for block in blocks]
 
     def _hold(self, block_ids: list[int]) -> None:
         pool = self._block_pool

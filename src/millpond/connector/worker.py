@@ -1,7 +1,8 @@
 """The worker's side: owns the mapping of the arena and performs the copies of each step.
 
     main thread     start_loads, start_stores: check the session, plan, submit; never waits
-    copy threads    copy, then: finish the lease with the daemon, note the result
+    copy threads    copy, then: checksums if they are on, finish the lease with the daemon,
+                    note the result
     main thread     take_results, finished: hand on what the copy threads noted
     link thread     (re)joins the engine's session; tells the daemon which earlier ones are
                     drained, once no copy that began under them is in flight (E5)
@@ -13,6 +14,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig
@@ -26,12 +29,23 @@ from millpond.connector.metadata import Job, RankLayout, StepMetadata, StepResul
 from millpond.model.errors import DaemonGone, ExpectedError, UnsupportedEngine
 from millpond.service.client import ReplicaIdentity, WorkerClient
 from millpond.transfer import Copies, CopyEngine, Direction, Fence, plan_copies
+from millpond.transfer.checksums import Checked, Checksums, Summed
 from millpond.transfer.copies import LayerMemory
 
 logger = logging.getLogger("vllm.millpond")
 
 _DRAIN_S = 60.0
 _CLOSE_S = 10.0
+
+
+class WorkerSettings(Protocol):
+    """What of the configuration this side obeys."""
+
+    @property
+    def socket(self) -> Path: ...
+
+    @property
+    def check_ratio(self) -> float: ...
 
 
 class WorkerSide:
@@ -41,15 +55,16 @@ class WorkerSide:
         self,
         layout: EngineLayout,
         identity: ReplicaIdentity,
-        socket_path: str,
+        settings: WorkerSettings,
         copy_engine: CopyEngine,
         rank: int,
     ) -> None:
         self._layout = layout
         self._identity = identity
-        self._socket_path = socket_path
+        self._socket_path = str(settings.socket)
         self._copy_engine = copy_engine
         self._rank = rank
+        self._checksums = Checksums(layout.parts, rank, settings.check_ratio)
         self._memory: tuple[tuple[LayerMemory, ...], ...] = ()
         self._arena: Arena | None = None
         self._past_sessions: list[int] = []
@@ -139,8 +154,13 @@ class WorkerSide:
     # -------------------------------------------------------------- copy threads
 
     def _end_load(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
+        checked = Checked()
+        if client is not None and error is None:
+            checked = self._checksums.check(client.arena, _summed(job))
+            if checked.damaged:
+                error = f"{len(checked.damaged)} slots have other bytes than were stored"
         # guards: the slots may be reused once released: the last byte has been read (E5).
-        self._finish(job, client, ok=error is None)
+        self._finish(job, client, checked, ok=error is None)
         with self._lock:
             if error is not None:
                 self._results.loads_failed[job.request_id] = error
@@ -148,8 +168,10 @@ class WorkerSide:
             self._loaded.add(job.request_id)
 
     def _end_store(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
+        if client is not None and error is None:
+            self._checksums.write(client.arena, _summed(job))
         # guards: a commit must not precede the last byte in the arena (E2).
-        self._finish(job, client, ok=error is None)
+        self._finish(job, client, Checked(), ok=error is None)
         with self._lock:
             self._results.stores_done[job.job_id] = 1
             left = self._num_stores[job.request_id] - 1
@@ -158,11 +180,16 @@ class WorkerSide:
             else:
                 del self._num_stores[job.request_id]
 
-    def _finish(self, job: Job, client: WorkerClient | None, *, ok: bool) -> None:
+    def _finish(self, job: Job, client: WorkerClient | None, checked: Checked, *, ok: bool) -> None:
         if client is None:
             return
         try:
-            client.finish([job.lease_id], ok=ok)
+            if checked.num_slots:
+                client.finish_checked(
+                    job.lease_id, num_checked=checked.num_slots, damaged=checked.damaged
+                )
+            else:
+                client.finish([job.lease_id], ok=ok)
         except ExpectedError as error:
             self._link.lost(client, error)
 
@@ -265,3 +292,14 @@ class WorkerSide:
                 )
             )
         return Copies.concatenate(planned)
+
+
+def _summed(job: Job) -> list[Summed]:
+    """Return the slots of a job, and what their checksums are seeded with, if they have any."""
+    return [
+        Summed(part_job.part, slot, seed)
+        for part_job in job.parts
+        for slot, seed in zip(
+            part_job.slots, part_job.seeds or [None] * len(part_job.slots), strict=True
+        )
+    ]

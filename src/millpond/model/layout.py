@@ -7,14 +7,20 @@
     └────────────────┴───────────────┴─ …
 
 Pages are packed: only bytes that carry data, no padding of the engine's unified page.
+Their checksums lie elsewhere in the arena: see ``summed_segments``.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from millpond.model.limits import SUMMED_BYTES_MIN
+
 
 class Segment(NamedTuple):
-    """A dense run of bytes of a page, from the start of the engine block's region."""
+    """A dense run of bytes of a page, from the start of the engine block's region.
+
+    Or of a rank's slice of a slot, from its start.
+    """
 
     offset_bytes: int
     num_bytes: int
@@ -68,6 +74,26 @@ class PartLayout:
             offsets.append(position)
             position += layer.page_bytes * self.blocks[layer.group]
         return tuple(offsets)
+
+
+def summed_segments(layout: PartLayout) -> tuple[Segment, ...]:
+    """Return the runs of a rank's slice that have a checksum each: all of it, page by page.
+
+    Pages of less than SUMMED_BYTES_MIN are summed together with their neighbours, so that
+    there is room in the arena for the sums of all ranks. A slice of fewer bytes has none.
+    """
+    segments: list[Segment] = []
+    start = end = 0
+    for layer in layout.layers:
+        for _ in range(layout.blocks[layer.group]):
+            end += layer.page_bytes
+            if end - start >= SUMMED_BYTES_MIN:
+                segments.append(Segment(start, end - start))
+                start = end
+    if segments and end > start:
+        last = segments.pop()
+        segments.append(Segment(last.offset_bytes, end - last.offset_bytes))
+    return tuple(segments)
 
 
 def page_geometry(

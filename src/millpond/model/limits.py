@@ -11,7 +11,7 @@ GIB: Final = 1024 * MIB
 
 PROTOCOL_VERSION: Final = 1
 """Version of the wire; peers of different versions refuse each other."""
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 """Version of what the bytes in a slot mean; part of every namespace."""
 
 FRAME_BYTES_MAX: Final = 4 * MIB
@@ -45,6 +45,8 @@ BLOCK_TOKENS_MIN: Final = 256
 """A Millpond block is the smallest multiple of the engine's block with this many tokens."""
 SLOT_ALIGNMENT_BYTES: Final = 4 * KIB
 """Slots start on a page of memory."""
+SUMMED_BYTES_MIN: Final = SLOT_ALIGNMENT_BYTES
+"""So many bytes of slots have one checksum's room: smaller pages are summed together."""
 ARENA_HEADER_BYTES: Final = 2 * MIB
 """Bytes before the first slot; one huge page, so that slots may be huge-page aligned."""
 EXTENT_BYTES_MIN: Final = 4 * MIB

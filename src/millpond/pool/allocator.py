@@ -91,6 +91,9 @@ class SlotTable:
     ``node`` and ``owner`` (which part of which namespace) say where the index refers to the
     slot; ``node`` is NONE for a slot that has left it.
 
+    ``damaged`` slots have shown other bytes than were written (``damage.py``): they are held
+    for good.
+
     ``is_spare`` marks slots that serve nobody any more (``states.py`` says which). While they
     are evictable they are in ``spares``, which goes before whatever ``policy`` would evict.
     """
@@ -104,6 +107,7 @@ class SlotTable:
         self.policy = policy
         self.spares = Order()
         self.is_spare = bytearray(1)
+        self.damaged: set[int] = set()
         self.num_used = 0
         self.offset: array[int] = array("Q", [0])
         self.generation: array[int] = array("Q", [0])

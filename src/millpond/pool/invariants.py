@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from millpond.model.errors import InvariantBroken
-from millpond.pool.allocator import COMMITTED, FREE, NONE, RESERVED, Extent, SlotTable
+from millpond.pool.allocator import (
+    COMMITTED,
+    FREE,
+    NONE,
+    QUARANTINED,
+    RESERVED,
+    Extent,
+    SlotTable,
+)
 from millpond.pool.evicting import Evictor
 from millpond.pool.index import ROOT, Index
 from millpond.pool.sessions import Lease, Sessions, Writing
@@ -193,10 +201,14 @@ def _check_holds(table: SlotTable, holds: Counter[int], writers: Counter[int]) -
     for extent in table.assigned():
         for slot in extent.slots:
             name = f"slot {slot} of {table.slot_bytes} bytes"
-            expected = holds.pop(slot, 0)
+            is_damaged = slot in table.damaged
+            expected = holds.pop(slot, 0) + is_damaged
             _require(
                 table.num_holds[slot] == expected,
                 f"{name}: held {table.num_holds[slot]} times, by {expected} leases",
+            )
+            _require(
+                not is_damaged or table.state[slot] == QUARANTINED, f"{name}: damaged and in use"
             )
             if table.state[slot] == RESERVED:
                 _require(writers[slot] == 1, f"{name}: reserved without one live writer")

@@ -39,6 +39,7 @@ from millpond.model.names import Coverage, Outcome, SlotRef, SlotState
 from millpond.model.namespace import Namespace, aligned_slot_bytes
 from millpond.model.retention import DEFAULT_RETENTION, Retention
 from millpond.pool.allocator import RESERVED, STATES, Allocator, default_extent_bytes
+from millpond.pool.damage import Damage, condemn
 from millpond.pool.evicting import Evictor
 from millpond.pool.index import Index, Part
 from millpond.pool.inspection import describe_blocks
@@ -334,6 +335,28 @@ class Pool:
         if isinstance(lease, Writing) and not ok:
             self._abort(lease)
         self._end_ranks(lease, bits, now_ns)
+
+    def note_checked(
+        self, session: int, lease_id: int, *, num_checked: int, damaged: Sequence[int]
+    ) -> list[Damage]:
+        """Note that a reader has compared ``num_checked`` slots of its lease with their sums.
+
+        Those at the offsets ``damaged`` had other bytes than were written: their blocks are
+        forgotten and the slots never used again. Returns what was not known before.
+        ``LeaseUnknown`` as for ``finish``, before which this is to be called; ``ValueError``
+        for a write lease, and for slots or counts that are none of the lease's.
+        """
+        lease = self._sessions.lease(session, lease_id)
+        num_slots = sum(map(len, lease.slots))
+        if not isinstance(lease, Reading) or not 0 <= num_checked <= num_slots:
+            raise ValueError(f"{num_checked} slots of lease {lease_id} checked, of {num_slots}")
+        found = condemn(self._store, self._sessions.replicas, lease, damaged)
+        lease.session.replica.num_slots_checked += num_checked
+        self._counts.num_slots_checked += num_checked
+        self._counts.num_slots_damaged += len(found)
+        for damage in found:
+            damage.writer.num_slots_damaged += 1
+        return found
 
     def expire(self, now_ns: int) -> int:
         """Abort write leases older than WRITE_LEASE_S_MAX; return how many.

@@ -35,6 +35,9 @@ class Replica:
     num_bytes_read: int = 0
     num_blocks_written: int = 0
     num_blocks_read_by_writer: dict[str, int] = field(default_factory=dict[str, int])
+    num_slots_checked: int = 0
+    num_slots_damaged: int = 0
+    """Of those it had written, by whomever they were read."""
 
 
 @dataclass(slots=True, eq=False)

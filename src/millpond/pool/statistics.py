@@ -43,6 +43,8 @@ class Counts:
     num_blocks_beyond_limit: int = 0
     num_tails_without_room: int = 0
     num_write_leases_expired: int = 0
+    num_slots_checked: int = 0
+    num_slots_damaged: int = 0
 
     def note_refused(self, refused: Refused) -> None:
         """Add what one reserve did not get."""
@@ -108,6 +110,10 @@ def pool_statistics(evictor: Evictor, sessions: Sessions, counts: Counts) -> dic
             "num_blocks_beyond_limit": counts.num_blocks_beyond_limit,
             "num_tails_without_room": counts.num_tails_without_room,
         },
+        "checks": {
+            "num_slots_checked": counts.num_slots_checked,
+            "num_slots_damaged": counts.num_slots_damaged,
+        },
         "num_sessions": len(sessions.by_id),
         "num_write_leases": len(sessions.writing),
         "num_leases": sessions.num_leases(),
@@ -129,6 +135,8 @@ def _replicas(replicas: list[Replica]) -> dict[str, dict[str, object]]:
             "num_blocks_read": replica.num_blocks_read,
             "num_bytes_read": replica.num_bytes_read,
             "num_blocks_written": replica.num_blocks_written,
+            "num_slots_checked": replica.num_slots_checked,
+            "num_slots_damaged": replica.num_slots_damaged,
         }
         for replica in replicas
     }

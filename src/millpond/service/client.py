@@ -213,6 +213,20 @@ class WorkerClient(_Client):
         message = Finish(leases=tuple(lease_ids), ok=ok, rank=self.rank)
         self._connection.send(message, REQUEST_TIMEOUT_S)
 
+    def finish_checked(self, lease_id: int, *, num_checked: int, damaged: Sequence[int]) -> None:
+        """As ``finish`` for a read lease of which ``num_checked`` slots were compared.
+
+        Those at the offsets ``damaged`` had other bytes than were written.
+        """
+        message = Finish(
+            leases=(lease_id,),
+            ok=not damaged,
+            rank=self.rank,
+            num_checked=num_checked,
+            damaged=tuple(damaged),
+        )
+        self._connection.send(message, REQUEST_TIMEOUT_S)
+
 
 class AdminClient(_Client):
     """An operator: looks at the pool and switches it. Calls block for ``timeout_s``."""

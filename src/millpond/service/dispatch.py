@@ -1,5 +1,6 @@
 """What the daemon answers: one function a request, over the pool and the reports."""
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -38,6 +39,7 @@ from millpond.service.protocol import (
 from millpond.service.reports import Reports
 from millpond.service.sessions import Session, Sessions
 
+_LOG: Final = logging.getLogger(__name__)
 _REPLY_SLACK_BYTES: Final = 64 * KIB
 _OFFSET_BYTES_MAX: Final = 16
 """What one block of one part takes in a reply at most: a pair of u64."""
@@ -169,11 +171,40 @@ class Dispatch:
             raise FrameError(f"a finish of {len(request.leases)} leases")
         for lease_id in request.leases:
             try:
+                self._note_checked(session, request, lease_id)
                 self._pool.finish(
                     session.number, lease_id, rank=request.rank, ok=request.ok, now_ns=now_ns
                 )
             except LeaseUnknown:  # expired meanwhile
                 self.num_unknown_leases += 1
+
+    def _note_checked(self, session: Session, request: Finish, lease_id: int) -> None:
+        """Take damaged slots out of use while the lease still holds them, and say so once."""
+        if not request.num_checked and not request.damaged:
+            return
+        if len(request.leases) != 1:
+            raise FrameError(f"one check for {len(request.leases)} leases")
+        try:
+            found = self._pool.note_checked(
+                session.number,
+                lease_id,
+                num_checked=request.num_checked,
+                damaged=request.damaged,
+            )
+        except ValueError as error:
+            raise FrameError(str(error)) from error
+        for damage in found:
+            _LOG.error(
+                "damaged block, not served again writer=%s reader=%s rank=%s part=%s block=%s "
+                "offset=%d remedy=%s",
+                damage.writer.name,
+                damage.reader.name,
+                request.rank,
+                session.namespace.parts[damage.part].name,
+                damage.key.hex() if damage.key else "gone",
+                damage.offset_bytes,
+                "check the memory, and the order of copies with millpond gate order",
+            )
 
     def _operate(
         self, peer: Peer, request: Switch | Flush | Requests | Blocks | Check

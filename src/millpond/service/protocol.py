@@ -91,11 +91,15 @@ class Finish(_Frame, frozen=True, forbid_unknown_fields=True, tag="finish", kw_o
 
     ``ok`` False aborts a write lease; for a read lease it only ends the rank's part. ``rank``
     None speaks for all ranks: only a scheduler may, for leases it never handed to a worker.
+    ``num_checked`` slots of one read lease were compared with their checksums; those at the
+    offsets ``damaged`` had other bytes than were written.
     """
 
     leases: tuple[int, ...]
     ok: bool
     rank: int | None = None
+    num_checked: int = 0
+    damaged: tuple[int, ...] = ()
 
 
 class Report(_Frame, frozen=True, forbid_unknown_fields=True, tag="report", kw_only=True):

@@ -87,7 +87,7 @@ def serve(options: ServeOptions, *, on_ready: Callable[[Serving], None] | None =
 
         def report_progress(done_bytes: int) -> None:
             if options.on_progress is not None:
-                options.on_progress(done_bytes, size_bytes)
+                options.on_progress(min(done_bytes, size_bytes), size_bytes)  # sums: not counted
 
         if not touch(arena, arena_fd, stop=stop, on_progress=report_progress):
             _LOG.info("pool stopped before it was ready")
