@@ -5,11 +5,12 @@ from typing import Final
 import click
 
 from millpond.cli.context import examples
+from millpond.cli.gate_pool import gate_pool
 
-_COMMANDS: Final[tuple[click.Command, ...]] = ()
+_COMMANDS: Final[tuple[click.Command, ...]] = (gate_pool,)
 
 
-@click.group(epilog=examples("millpond gate --help"))
+@click.group(epilog=examples("millpond gate pool --size 8GiB"))
 def gate() -> None:
     """Check that what is moved is right: on this machine, with this engine.
 

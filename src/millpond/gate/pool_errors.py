@@ -13,3 +13,7 @@ class NotRegistered(SetupError):
 
 class OutOfDeviceMemory(SetupError):
     """The device has no room for the check's own pages."""
+
+
+class PoolFault(Exception):
+    """The check found something wrong; the message says what, and where it shows first."""
