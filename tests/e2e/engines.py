@@ -123,6 +123,34 @@ class Replicas:
             answer = client.complete(ids, num_tokens=num_tokens, request_id=name, fields=fields)
             return answer, name
 
+    def mean_error(self, replica: str, ids: Sequence[int], answer: Completion) -> float:
+        """Return how far an answer's log-probabilities are from those of a single pass.
+
+        The pass is over ``ids`` and the answer, without the pool. For long answers, of which
+        another run may say something else where two tokens are about as likely: around 0.05 is
+        vLLM's own difference between decoding and prefill, and with 16 other tokens in the
+        prompt it is above 1.
+        """
+        place = self.system.replica(replica)
+        body = {
+            "model": place.model,
+            "prompt": [*ids, *answer.token_ids],
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            **SKIP_POOL,
+        }
+        reply = httpx.post(
+            f"{place.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False
+        )
+        odds = reply.raise_for_status().json()["choices"][0]["prompt_logprobs"][len(ids) :]
+        errors = [
+            abs(odds[i][str(token)]["logprob"] - logprob)
+            for i, (token, logprob) in enumerate(
+                zip(answer.token_ids, answer.logprobs, strict=True)
+            )
+        ]
+        return sum(errors) / len(errors)
+
     def reset(self, replica: str) -> None:
         """Make one engine forget its local prefixes, once its stores have ended."""
         place = self.system.replica(replica)

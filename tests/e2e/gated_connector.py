@@ -8,16 +8,23 @@ is about to begin; ``<kind>`` is ``store`` or ``load``:
 """
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from vllm.distributed.device_communicators import shm_broadcast
 
 from millpond.config import ConnectorConfig
 from millpond.connector import MillpondConnector
 from millpond.connector.worker import WorkerSide
 from millpond.transfer import Copies, CopyEngine, Direction, Fence, Ticket
+
+# While a store is held back the engine steps on, and ranks wait for each other by yielding in
+# a loop. With no more cores than ranks that has kept every other process waiting for up to a
+# minute (seen with Linux 6.18 on two cores).
+shm_broadcast.sched_yield = lambda: time.sleep(0.0001)
 
 
 class Gates:
