@@ -8,6 +8,10 @@
 5    the pool contradicts itself: a bug in Millpond
 6    a pool that must be empty is in use; nothing of it was touched
 7    not everything that was asked for was checked; nothing that was is wrong
+8    the same, for want of a GPU
+9    the same, for want of free GPU memory
+10   the same, for want of a package
+11   the same, because a package's version is not known
 70   an unexpected error: a bug in Millpond
 130  interrupted by Ctrl-C
 143  ended by SIGTERM
@@ -17,6 +21,7 @@ import enum
 
 import httpx
 
+from millpond.gate.errors import CannotTest, NoGpu, NoPackage, TooLittleMemory, UnknownVersion
 from millpond.gate.pool_errors import PoolInUse
 from millpond.model.errors import ConfigError, ExpectedError, InvariantBroken, SetupError
 
@@ -32,6 +37,10 @@ class Exit(enum.IntEnum):
     BROKEN = 5
     IN_USE = 6
     NOT_CHECKED = 7
+    NO_GPU = 8
+    GPU_MEMORY = 9
+    NO_PACKAGE = 10
+    UNKNOWN_VERSION = 11
     BUG = 70
     INTERRUPTED = 130
     TERMINATED = 143
@@ -54,6 +63,11 @@ def exit_of(error: BaseException) -> Exit:
     table: tuple[tuple[type[BaseException], Exit], ...] = (
         (AnswerIsNo, Exit.NO),
         (NotAllChecked, Exit.NOT_CHECKED),
+        (NoGpu, Exit.NO_GPU),
+        (TooLittleMemory, Exit.GPU_MEMORY),
+        (NoPackage, Exit.NO_PACKAGE),
+        (UnknownVersion, Exit.UNKNOWN_VERSION),
+        (CannotTest, Exit.NOT_CHECKED),
         (ConfigError, Exit.USAGE),
         (PoolInUse, Exit.IN_USE),
         (SetupError, Exit.SETUP),

@@ -5,12 +5,13 @@ from typing import Final
 import click
 
 from millpond.cli.context import examples
+from millpond.cli.gate_order import gate_order
 from millpond.cli.gate_pool import gate_pool
 
-_COMMANDS: Final[tuple[click.Command, ...]] = (gate_pool,)
+_COMMANDS: Final[tuple[click.Command, ...]] = (gate_order, gate_pool)
 
 
-@click.group(epilog=examples("millpond gate pool --size 8GiB"))
+@click.group(epilog=examples("millpond gate order", "millpond gate pool --size 8GiB"))
 def gate() -> None:
     """Check that what is moved is right: on this machine, with this engine.
 

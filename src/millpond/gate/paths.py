@@ -13,11 +13,10 @@ from typing import Protocol
 
 import torch
 
+from millpond.gate.errors import CannotTest
 from millpond.transfer.copies import Direction
 
-
-class CannotTest(Exception):
-    """This path cannot be tested here; the message says why, and what would help."""
+__all__ = ["CannotTest", "Completion", "Path", "Promise", "Room"]
 
 
 class Promise(enum.StrEnum):

@@ -1,0 +1,162 @@
+"""E6: what a path was given, and what it has made for a copy, is given up while that waits.
+
+Of any path: the arguments are taken away when the call comes back, and as much memory as was
+copied is taken from the allocators and overwritten. Of our own engine besides: what a
+submission keeps alive is overwritten the moment that nobody holds it any more, and so are the
+tables of addresses on an emulated device; elsewhere it is noted that they were given up.
+"""
+
+import gc
+import weakref
+
+from millpond.gate.device import Hold, Where
+from millpond.gate.own import OwnPath
+from millpond.gate.patterns import Comparison, Epoch
+from millpond.gate.subject import CONTROL_S_MAX, DONE_S_MAX, Call, Subject, poll
+from millpond.gate.verdicts import Attempt, Control
+from millpond.transfer.copies import Direction
+
+_SETTLE_S_MAX = 10.0
+
+
+class _Lent:
+    """What a submission keeps alive."""
+
+
+def outlive(subject: Subject, direction: Direction, control: Control) -> Attempt:
+    """Run the scenario for any path."""
+    device = subject.device
+    if control is Control.EDGE_REMOVED:
+        return _recycled(subject, direction)
+    _prepare(subject, direction)
+    device.recycle(subject.num_bytes)  # so that it is quick the next time
+    with device.on(Where.WORK):
+        hold = device.hold(subject.delay_s)
+    call = subject.call(direction, Where.WORK, hold)
+    if control is Control.NONE:
+        gc.collect()
+        device.recycle(subject.num_bytes)
+        poll(hold.is_open, subject.delay_s)
+    return _end(subject, direction, call, hold)
+
+
+def outlive_own(subject: Subject, path: OwnPath, direction: Direction, control: Control) -> Attempt:
+    """Run the scenario for our own engine, which must hold what it is told to keep alive."""
+    device = subject.device
+    _prepare(subject, direction)
+    device.recycle(subject.num_bytes)
+    # Of a real device nothing is used again, or the copies would go anywhere: it is enough to
+    # know that it could have been. Nor is it behind a synchronize, where that must be right.
+    path.watch.is_kept = control is Control.SYNCHRONIZED or not device.is_emulated
+    with device.on(Where.WORK):
+        hold = device.hold(_limit_s(subject, control))
+        if control is Control.SYNCHRONIZED:
+            hold.release()
+            device.synchronize()
+        call, lent, given_up = _lend(subject, path, direction, control, hold)
+    if control is Control.SYNCHRONIZED:
+        call.wait(DONE_S_MAX)
+        device.synchronize()
+    del lent
+    if control is Control.NONE:
+        device.recycle(subject.num_bytes)
+        poll(lambda: hold.is_open() or bool(given_up), subject.delay_s)
+    attempt = _end(subject, direction, call, hold, given_up)
+    path.watch.forget()
+    return attempt
+
+
+def _lend(
+    subject: Subject, path: OwnPath, direction: Direction, control: Control, hold: Hold
+) -> tuple[Call, _Lent, list[str]]:
+    """Submit with something to keep alive; the list tells what was given up under the hold."""
+    given_up: list[str] = []
+    lent = _Lent()
+
+    def reuse(what: str) -> None:
+        if not hold.is_open():
+            given_up.append(what)
+            if direction is Direction.LOAD:
+                subject.host.numpy()[subject.rows] = subject.image(Epoch.RECYCLED)
+
+    weakref.finalize(lent, reuse, "memory that it was told to keep alive")
+    keep_alive = None if control is Control.EDGE_REMOVED else lent
+    number = path.watch.num_enqueued
+    completion = path.submit(direction, list(subject.pairs), keep_alive=keep_alive)
+    call = Call(completion, None, was_blocked=hold.is_open())
+    # Tables are made when the lane enqueues the copies, which may be a moment later.
+    poll(lambda: path.watch.num_enqueued > number, _SETTLE_S_MAX)
+    if control is not Control.SYNCHRONIZED:
+        poll(lambda: number in path.watch.given_up, subject.delay_s / 4)
+    if number in path.watch.given_up and not hold.is_open():
+        given_up.append("the tables of its copies")
+    return call, lent, given_up
+
+
+def _recycled(subject: Subject, direction: Direction) -> Attempt:
+    """Copy from memory that is overwritten while the copy waits: by the gate itself."""
+    device, pages = subject.device, subject.room.pages
+    flat = pages.reshape(-1)
+    _prepare(subject, direction)
+    if direction is Direction.LOAD:
+        subject.staging.numpy()[:] = device.read(subject.late).reshape(-1)
+    else:
+        device.write(subject.seen, device.read(subject.late))
+    with device.on(Where.WORK):
+        hold = device.hold(CONTROL_S_MAX)
+        if direction is Direction.LOAD:
+            device.copy(subject.staging, flat)
+        else:
+            device.copy(subject.seen.reshape(-1), subject.staging)
+    if direction is Direction.LOAD:
+        subject.staging.numpy()[:] = int(Epoch.RECYCLED)
+    else:
+        with device.on(Where.OTHER):
+            device.copy(subject.room.pages, subject.seen)
+            point = device.point()
+        poll(point.is_passed, CONTROL_S_MAX)
+    hold.release()
+    device.synchronize()
+    load = direction is Direction.LOAD
+    found = subject.compare_pages(Epoch.NEW) if load else subject.compare_staging(Epoch.NEW)
+    return Attempt(found, subject.num_bytes)
+
+
+def _prepare(subject: Subject, direction: Direction) -> None:
+    if direction is Direction.LOAD:
+        subject.prepare(pages=Epoch.OLD, host=Epoch.NEW)
+    else:
+        subject.prepare(pages=Epoch.NEW, host=Epoch.EMPTY)
+
+
+def _limit_s(subject: Subject, control: Control) -> float:
+    return subject.delay_s * 2 if control is Control.NONE else CONTROL_S_MAX
+
+
+def _end(
+    subject: Subject,
+    direction: Direction,
+    call: Call,
+    hold: Hold,
+    given_up: list[str] | None = None,
+) -> Attempt:
+    hold.release()
+    is_done = call.wait(DONE_S_MAX)
+    subject.device.synchronize()
+    fault = None if is_done else f"not done within {DONE_S_MAX:.0f} s"
+    found = _compare(subject, direction)
+    if given_up:
+        fault = f"gave up {' and '.join(given_up)} while the copy waited; {found.describe()}"
+    return Attempt(
+        found,
+        subject.num_bytes,
+        canaries=subject.compare_canaries(),
+        blocked=call.was_blocked,
+        fault=fault,
+    )
+
+
+def _compare(subject: Subject, direction: Direction) -> Comparison:
+    if direction is Direction.LOAD:
+        return subject.compare_pages(Epoch.NEW)
+    return subject.compare_host(Epoch.NEW)

@@ -1,0 +1,121 @@
+"""Runs the byte tests of one path: every edge with its controls, and a verdict on each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millpond.gate.device import GateDevice, Size
+from millpond.gate.errors import CannotTest
+from millpond.gate.lifetime import outlive, outlive_own
+from millpond.gate.own import OwnPath
+from millpond.gate.paths import Path
+from millpond.gate.reuse import REUSES, reuse
+from millpond.gate.scenarios import SCENARIOS, plain_control
+from millpond.gate.subject import Subject
+from millpond.gate.verdicts import Attempt, Control, Edge, Finding, Trial, Verdict, judge
+from millpond.model.errors import MillpondError
+from millpond.transfer.copies import Direction
+
+Show = Callable[[str], None]
+
+FAILURES = (
+    MillpondError,
+    CannotTest,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    OSError,
+    ImportError,
+    AssertionError,
+)
+"""What somebody's path may raise: no verdict then, and the other paths go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One edge in one direction; ``scenario`` names one of several for the same edge."""
+
+    __test__ = False  # not one of pytest's
+
+    edge: Edge
+    direction: Direction
+    scenario: str = ""
+
+
+def tests_of(path: Path) -> list[Test]:
+    """Return the tests that apply to a path, in the order of the edges."""
+    tests = [Test(edge, direction) for edge, (direction, _) in SCENARIOS.items()]
+    if isinstance(path, OwnPath):
+        tests += [Test(Edge.E5, way.direction, name) for name, way in REUSES.items()]
+    tests += [Test(Edge.E6, direction) for direction in Direction]
+    return [test for test in tests if test.direction in path.directions]
+
+
+def check_path(
+    device: GateDevice, path: Path, size: Size, delay_s: float, show: Show
+) -> list[Finding]:
+    """Test every edge of a path; what it raises becomes a finding."""
+    try:
+        subject = Subject(device, path, size, delay_s)
+    except FAILURES as error:
+        return [untested(None, path.name, error)]
+    try:
+        return [_checked(subject, test, show) for test in tests_of(path)]
+    finally:
+        subject.close()
+
+
+def check_edge(subject: Subject, test: Test) -> Finding:
+    """Run one test with its controls. The positive one comes first: it warms everything up."""
+    positive = _attempt(subject, test, Control.SYNCHRONIZED)
+    negative = _attempt(subject, test, Control.EDGE_REMOVED)
+    plain = None
+    if negative.is_right and test.edge in SCENARIOS:
+        plain = plain_control(subject, test.edge)
+    main = _attempt(subject, test, Control.NONE)
+    trial = Trial(main, negative, positive, plain)
+    verdict, reason = judge(trial)
+    return Finding(
+        test.edge,
+        subject.path.name,
+        test.direction,
+        verdict,
+        f"{test.scenario}: {reason}" if test.scenario and reason else reason or test.scenario,
+        sum(attempt.comparison.num_bytes for attempt in trial.attempts),
+        main.wrong if verdict is Verdict.NOT_ORDERED else None,
+    )
+
+
+def untested(test: Test | None, path: str, error: BaseException) -> Finding:
+    """Return the finding for a test that could not be made, None: for a path that could not."""
+    text = str(error) or type(error).__name__
+    if not isinstance(error, CannotTest | MillpondError):
+        text = f"it raised {type(error).__name__}: {text}"
+    return Finding(
+        None if test is None else test.edge,
+        path,
+        None if test is None else test.direction,
+        Verdict.UNTESTED,
+        text,
+        cause=type(error) if isinstance(error, CannotTest) else CannotTest,
+    )
+
+
+def _checked(subject: Subject, test: Test, show: Show) -> Finding:
+    show(f"{subject.path.name}: {test.edge} {test.scenario or test.direction.value}")
+    try:
+        return check_edge(subject, test)
+    except FAILURES as error:
+        return untested(test, subject.path.name, error)
+
+
+def _attempt(subject: Subject, test: Test, control: Control) -> Attempt:
+    path = subject.path
+    if test.edge is Edge.E6:
+        if isinstance(path, OwnPath):
+            return outlive_own(subject, path, test.direction, control)
+        return outlive(subject, test.direction, control)
+    if test.edge is Edge.E5 and isinstance(path, OwnPath):
+        return reuse(subject, path, REUSES[test.scenario], control)
+    return SCENARIOS[test.edge][1](subject, control)

@@ -1,0 +1,174 @@
+"""A path with all that its tests use: pages, host memory, canaries, and one call at a time.
+
+    pages     guard | canary | page 1 | canary | page 3 | …  | guard      the room has no guards
+    host      canary | row 1 | row 2 | canary | …                         the path's own memory
+
+Which page goes with which row is drawn once, from a fixed seed.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millpond.gate.device import GateDevice, Hold, Size, Where
+from millpond.gate.paths import Completion, Path, Promise, Room
+from millpond.gate.patterns import Comparison, Epoch, Rows, compare, pattern
+from millpond.transfer.copies import Direction
+from millpond.transfer.device import Fence
+
+CONTROL_S_MAX: Final = 5.0
+"""How long a control may take to do what it must: longer than a busy machine needs."""
+DONE_S_MAX: Final = 30.0
+_POLL_S: Final = 0.0005
+_SEED: Final = 4
+_SPARE_ROWS: Final = 4
+_CANARY_LABEL: Final = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the path that has come back. ``was_blocked``: not before the hold was over."""
+
+    completion: Completion
+    point: Fence | None
+    was_blocked: bool
+
+    def is_done(self) -> bool:
+        """Say whether the path, by its promise, tells that the copy has ended."""
+        return self.completion.is_done() if self.point is None else self.point.is_passed()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it tells so; False when the time ran out."""
+        if self.point is None:
+            return self.completion.wait(timeout_s)
+        return poll(self.point.is_passed, timeout_s)
+
+
+class Subject:
+    """See the module. ``delay_s`` is how long a hold lasts unless it is released."""
+
+    def __init__(self, device: GateDevice, path: Path, size: Size, delay_s: float) -> None:
+        self.device = device
+        self.path = path
+        self.delay_s = delay_s
+        self._whole = device.make_pages(Size(size.num_pages + 2, size.page_bytes))
+        self.room = Room(self._whole[1:-1], size.num_pages + _SPARE_ROWS)
+        self.late = device.make_pages(size)
+        """What a late producer copies into the pages."""
+        self.seen = device.make_pages(size)
+        """What a reader has read."""
+        self.staging = device.make_host(size.num_pages * size.page_bytes)
+        """Memory of the gate's own control copies."""
+        self._images: dict[Epoch, NDArray[np.uint8]] = {}
+        self.pairs = _draw_pairs(size.num_pages, self.room.num_host_pages)
+        self.blocks = tuple(range(1, len(self.pairs) + 1))
+        self.num_bytes = len(self.pairs) * size.page_bytes
+        self._page_ids = [page for page, _ in self.pairs]
+        self.rows = [row for _, row in self.pairs]
+        self._guards = sorted(
+            set(range(size.num_pages + 2)) - {page + 1 for page in self._page_ids}
+        )
+        self._spare_rows = sorted(set(range(self.room.num_host_pages)) - set(self.rows))
+        # What a path takes comes last: nothing above may fail once it is open.
+        self.host = path.open(self.room)
+
+    def close(self) -> None:
+        """Let the path give up what it took."""
+        self.device.synchronize()
+        self.path.close()
+
+    # ------------------------------------------------------------ bytes
+
+    def prepare(self, *, pages: Epoch, host: Epoch, late: Epoch = Epoch.NEW) -> None:
+        """Fill everything: the device is idle before and after."""
+        self.device.synchronize()
+        whole = pattern(self._labels(len(self._whole)), self.room.page_bytes, Epoch.CANARY)
+        whole[np.asarray(self._page_ids) + 1] = self.image(pages)
+        self.device.write(self._whole, whole)
+        whole[np.asarray(self._page_ids) + 1] = self.image(late)
+        self.device.write(self.late, whole[1:-1])
+        self.device.write(self.seen, np.zeros_like(whole[1:-1]))
+        rows = pattern(self._labels(len(self.host)), self.room.page_bytes, Epoch.CANARY)
+        rows[self.rows] = self.image(host)
+        self.host.numpy()[:] = rows
+
+    def image(self, epoch: Epoch) -> NDArray[np.uint8]:
+        """Return the pages of all pairs as they are in one epoch, in the order of the pairs."""
+        if epoch not in self._images:
+            self._images[epoch] = pattern(self.blocks, self.room.page_bytes, epoch)
+        return self._images[epoch]
+
+    def compare_host(self, epoch: Epoch) -> Comparison:
+        """Compare the host's rows as they are now."""
+        return compare(self.host.numpy()[self.rows], Rows(self.blocks, epoch))
+
+    def compare_pages(self, epoch: Epoch) -> Comparison:
+        """Compare the device's pages as they are now."""
+        return self._compare_on_device(self.room.pages, epoch)
+
+    def compare_seen(self, epoch: Epoch) -> Comparison:
+        """Compare what a reader has read."""
+        return self._compare_on_device(self.seen, epoch)
+
+    def compare_staging(self, epoch: Epoch) -> Comparison:
+        """Compare what the gate's own copy of all pages brought to the host."""
+        rows = self.staging.numpy().reshape(self.room.pages.shape)
+        return compare(rows[self._page_ids], Rows(self.blocks, epoch))
+
+    def compare_canaries(self) -> Comparison:
+        """Compare all that nobody may touch: pages, their guards, rows of the host."""
+        found = self.device.read(self._whole)[self._guards]
+        guards = compare(found, Rows(tuple(_CANARY_LABEL + i for i in self._guards), Epoch.CANARY))
+        found = self.host.numpy()[self._spare_rows]
+        spare = tuple(_CANARY_LABEL + i for i in self._spare_rows)
+        return Comparison.concatenate([guards, compare(found, Rows(spare, Epoch.CANARY))])
+
+    def _compare_on_device(self, pages: torch.Tensor, epoch: Epoch) -> Comparison:
+        return compare(self.device.read(pages)[self._page_ids], Rows(self.blocks, epoch))
+
+    def _labels(self, num_rows: int) -> range:
+        return range(_CANARY_LABEL, _CANARY_LABEL + num_rows)
+
+    # ------------------------------------------------------------ calls
+
+    def call(self, direction: Direction, where: Where, hold: Hold | None = None) -> Call:
+        """Call the path with a stream current; what is passed to it is taken away at once."""
+        pairs = list(self.pairs)
+        with self.device.on(where):
+            completion = self.path.copy(direction, pairs)
+            was_blocked = hold is not None and hold.is_open()
+            is_by_stream = self.path.promise is Promise.STREAM
+            point = self.device.point() if is_by_stream else None
+        pairs.clear()
+        return Call(completion, point, was_blocked)
+
+    def is_done_early(self, call: Call, hold: Hold, limit_s: float) -> bool:
+        """Say whether the path tells that it is done while the hold is still closed."""
+        poll(lambda: call.is_done() or hold.is_open(), limit_s)
+        # In this order: done first, and the hold closed after that.
+        return call.is_done() and not hold.is_open()
+
+
+def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until ``condition`` holds; False when the time ran out."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _draw_pairs(num_pages: int, num_rows: int) -> Sequence[tuple[int, int]]:
+    """Return two thirds of the pages, scattered; neither ends' rows of the host."""
+    chance = random.Random(_SEED)
+    num_pairs = num_pages * 2 // 3
+    pages = chance.sample(range(num_pages), num_pairs)
+    rows = chance.sample(range(1, num_rows - 1), num_pairs)
+    return list(zip(pages, rows, strict=True))
