@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.engines import EXACT, OLDER_PYTHON, Gates, Replicas, Stage
 
-SYSTEMS = ("shared", "attention", "gated", "parallel", "older", "as_026")
+SYSTEMS = ("shared", "attention", "guarded", "gated", "parallel", "older", "as_026")
 """In the order in which tests run, so that each starts once."""
 SYSTEM_OF_FIXTURE = {"hybrid": "shared", "sliding": "shared"} | {s: s for s in SYSTEMS}
 
@@ -56,6 +56,12 @@ def sliding(stage: Stage) -> Replicas:
 def attention(stage: Stage) -> Replicas:
     """Full attention, four engine blocks to one of Millpond's."""
     return Replicas(stage.system("attention"), tolerance=EXACT)
+
+
+@pytest.fixture
+def guarded(stage: Stage) -> Replicas:
+    """Hybrid engines that sum every page they store and compare every one they load."""
+    return Replicas(stage.system("guarded"))
 
 
 @pytest.fixture

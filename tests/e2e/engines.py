@@ -4,6 +4,7 @@
                 c, d  sliding windows and attention             blocks of 128    one pool for all
     attention   a, b  full attention, adapters x and y          blocks of 64
                 c     the same model in float32                 blocks of 128
+    guarded     a, b  hybrid, every page summed and compared
     gated       a, b  hybrid, little memory, copies held back by tests
     parallel    a     hybrid on two ranks, copies held back by tests
     older       a, b  hybrid on vLLM 0.27.1
@@ -395,6 +396,15 @@ class Stage:
                 *adapters,
             ),
             replica_args={"c": ("--dtype", "float32", "--block-size", "128")},
+        )
+
+    def _guarded(self, socket: Path) -> SystemOptions:
+        return self._options(
+            self.model("hybrid"),
+            2,
+            socket,
+            environ={"MILLPOND_CONNECTOR_CHECK_RATIO": "1"},
+            engine_args=HYBRID_ARGS,
         )
 
     def _gated(self, socket: Path) -> SystemOptions:
