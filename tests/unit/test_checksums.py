@@ -29,6 +29,8 @@ PAGES = PartLayout(
 )
 SMALL = PartLayout("state", (LayerPages("l2", 1, KIB), LayerPages("l3", 1, 5 * KIB)), {1: 1})
 PARTS = (PAGES, SMALL)
+NUM_SUMS = 2
+"""Of a slice of PAGES."""
 SLOT, STATE = Summed(0, 64 * KIB, 7), Summed(1, 128 * KIB, 7)
 
 
@@ -85,8 +87,8 @@ def test_sums_cover_a_slice_and_have_room_for_all_ranks(
     assert len(segments) * num_ranks <= room
 
 
-def test_each_large_page_has_a_sum_of_its_own_and_small_ones_share() -> None:
-    assert summed_segments(PAGES) == tuple(Segment(i * 6 * KIB, 6 * KIB) for i in range(4))
+def test_each_large_layer_has_a_sum_of_its_own_and_small_ones_share() -> None:
+    assert summed_segments(PAGES) == (Segment(0, 12 * KIB), Segment(12 * KIB, 12 * KIB))
     assert summed_segments(SMALL) == (Segment(0, 6 * KIB),)
 
 
@@ -125,7 +127,7 @@ def test_a_sum_that_changes_is_noticed(arena: Arena) -> None:
     sums = Checksums(PARTS, 0, 1.0)
     fill(arena, SLOT)
     sums.write(arena, [SLOT])
-    for i in range(4):
+    for i in range(NUM_SUMS):
         before = arena.sums(SLOT.offset_bytes, i, 1)[0]
         for wrong in (before ^ 1, 0):
             arena.sums(SLOT.offset_bytes, i, 1)[0] = wrong
@@ -167,14 +169,14 @@ def test_sums_of_a_block_that_was_there_before_are_not_believed(arena: Arena) ->
     flip(arena, SLOT.offset_bytes)  # another block's bytes, by a writer without checksums
     unguarded.write(arena, [SLOT._replace(seed=None)])
     assert guarded.check(arena, [SLOT]) == Checked()
-    assert not any(arena.sums(SLOT.offset_bytes, 0, 4))
+    assert not any(arena.sums(SLOT.offset_bytes, 0, NUM_SUMS))
 
 
 def test_a_digest_of_zero_is_a_sum(arena: Arena) -> None:
     sums: Any = Checksums(PARTS, 0, 1.0)
     sums._hash = lambda *_: 0
     sums.write(arena, [SLOT])
-    assert list(arena.sums(SLOT.offset_bytes, 0, 4)) == [1, 1, 1, 1]
+    assert list(arena.sums(SLOT.offset_bytes, 0, NUM_SUMS)) == [1, 1]
     assert sums.check(arena, [SLOT]) == Checked(1)
 
 
@@ -253,7 +255,7 @@ def test_what_has_failed_is_neither_summed_nor_compared(arena: Arena) -> None:
     worker, client = make_worker(1.0), FakeClient(arena)
     worker._num_stores["request"] = 2
     worker._end_store(job(7), client, "the copy failed")
-    assert not any(arena.sums(SLOT.offset_bytes, 0, 4))
+    assert not any(arena.sums(SLOT.offset_bytes, 0, NUM_SUMS))
     worker._end_store(job(7), client, None)
     flip(arena, SLOT.offset_bytes)
     worker._end_load(job(7), client, "the copy failed")
@@ -263,16 +265,18 @@ def test_what_has_failed_is_neither_summed_nor_compared(arena: Arena) -> None:
 def test_sums_are_there_before_the_commit(arena: Arena) -> None:
     worker, client = make_worker(1.0), FakeClient(arena)
     worker._num_stores["request"] = 1
-    client.finish = lambda *_, **__: client.said.append(all(arena.sums(SLOT.offset_bytes, 0, 4)))
+    client.finish = lambda *_, **__: client.said.append(
+        all(arena.sums(SLOT.offset_bytes, 0, NUM_SUMS))
+    )
     worker._end_store(job(7), client, None)
     assert client.said == [True]
 
 
 def test_without_checksums_a_store_takes_the_old_ones_away(arena: Arena) -> None:
     worker, client = make_worker(0.0), FakeClient(arena)
-    arena.sums(SLOT.offset_bytes, 0, 4)[:] = memoryview(b"\1" * 32).cast("Q")
+    arena.sums(SLOT.offset_bytes, 0, NUM_SUMS)[:] = memoryview(b"\1" * 16).cast("Q")
     worker._num_stores["request"] = 1
     worker._end_store(job(), client, None)
-    assert not any(arena.sums(SLOT.offset_bytes, 0, 4))
+    assert not any(arena.sums(SLOT.offset_bytes, 0, NUM_SUMS))
     worker._end_load(job(), client, None)
     assert client.said == [("finish", [9], True), ("finish", [9], True)]

@@ -77,19 +77,18 @@ class PartLayout:
 
 
 def summed_segments(layout: PartLayout) -> tuple[Segment, ...]:
-    """Return the runs of a rank's slice that have a checksum each: all of it, page by page.
+    """Return the runs of a rank's slice that have a checksum each: all of it, layer by layer.
 
-    Pages of less than SUMMED_BYTES_MIN are summed together with their neighbours, so that
+    Layers of less than SUMMED_BYTES_MIN are summed together with their neighbours, so that
     there is room in the arena for the sums of all ranks. A slice of fewer bytes has none.
     """
     segments: list[Segment] = []
     start = end = 0
     for layer in layout.layers:
-        for _ in range(layout.blocks[layer.group]):
-            end += layer.page_bytes
-            if end - start >= SUMMED_BYTES_MIN:
-                segments.append(Segment(start, end - start))
-                start = end
+        end += layer.page_bytes * layout.blocks[layer.group]
+        if end - start >= SUMMED_BYTES_MIN:
+            segments.append(Segment(start, end - start))
+            start = end
     if segments and end > start:
         last = segments.pop()
         segments.append(Segment(last.offset_bytes, end - last.offset_bytes))

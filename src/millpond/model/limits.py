@@ -35,6 +35,8 @@ RANKS_MAX: Final = 64
 LEASES_PER_SESSION_MAX: Final = 65_536
 REPLICAS_SHOWN_MAX: Final = 64
 """Replicas, the latest of all that were seen, that a status tells of: each beside each other."""
+LINK_PROBLEM_LENGTH_MAX: Final = 256
+"""Characters in which a worker says what is wrong with its link."""
 REPORTS_KEPT_MAX: Final = 16_384
 """Request reports the daemon remembers; the oldest is dropped first."""
 
@@ -46,7 +48,7 @@ BLOCK_TOKENS_MIN: Final = 256
 SLOT_ALIGNMENT_BYTES: Final = 4 * KIB
 """Slots start on a page of memory."""
 SUMMED_BYTES_MIN: Final = SLOT_ALIGNMENT_BYTES
-"""So many bytes of slots have one checksum's room: smaller pages are summed together."""
+"""So many bytes of slots have one checksum's room: less of a layer is summed with the next."""
 ARENA_HEADER_BYTES: Final = 2 * MIB
 """Bytes before the first slot; one huge page, so that slots may be huge-page aligned."""
 EXTENT_BYTES_MIN: Final = 4 * MIB

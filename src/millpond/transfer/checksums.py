@@ -1,5 +1,7 @@
 """The guard of production: a checksum for each page in the arena, compared when it is read.
 
+A page here is what a block has in one layer: the engine's smaller pages are summed together.
+
     store   copies have ended ─▶ sums of the host's bytes ─▶ finish: committed
     load    copies have ended ─▶ sums of the host's bytes, of some slots ─▶ finish: loaded
 
