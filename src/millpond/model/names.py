@@ -33,7 +33,7 @@ class SlotState(enum.StrEnum):
     """Life of a slot: FREE → RESERVED → COMMITTED → FREE, with QUARANTINED beside it.
 
     A quarantined slot is in no index and may not be handed out, because some process could
-    still be copying from or to it.
+    still be copying from or to it, or because it is damaged.
     """
 
     FREE = "free"
