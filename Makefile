@@ -2,14 +2,20 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 export PYTHONPATH :=
+# What of tests/e2e depends on the engine's version.
+ENGINE_TESTS := $(addprefix tests/e2e/test_,moved_request.py neighbours.py in_flight.py \
+	deaths.py pending.py lengths.py)
 
-.PHONY: help setup demo test check lint fast-tests test-engines bench clean
+.PHONY: help setup older demo test check lint fast-tests test-engines bench clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## create .venv with the engine (on a machine with GPUs: make setup ENGINE=cuda)
 	@scripts/setup $(if $(ENGINE),--engine $(ENGINE))
+
+older: setup
+	@scripts/setup --engine cpu-0.27
 
 demo: setup ## two replicas, one pool: a moved request with the pool off and on
 	@.venv/bin/millpond demo $(ARGS)
@@ -26,12 +32,11 @@ fast-tests: setup
 check: setup ## ruff, pyright, layers; unit, property and meta tests; side by side
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint fast-tests
 
-test: lint ## everything that needs no GPU: check, faults, e2e
+test: lint older ## everything that needs no GPU: check, faults, e2e
 	@$(PYTEST) -m "not engines"
 
-test-engines: setup ## e2e tests and long sweeps on every supported CPU engine
-	@scripts/setup --engine cpu-0.27
-	@.venv-0.27/bin/python -m pytest tests/e2e
+test-engines: older ## e2e tests and long sweeps on every supported CPU engine
+	@.venv-0.27/bin/python -m pytest $(ENGINE_TESTS)
 	@$(PYTEST) tests/e2e
 
 bench: setup ## measure everything; writes report/bench.json (make bench QUICK=1: that it runs)

@@ -35,6 +35,7 @@ from tests.faults.engine import PLAIN, Engine, pieces_to_read, pieces_to_write
 from tests.faults.mutations import Frames
 from tests.faults.world import WAIT_S, Daemon, short_folder
 
+_UNANSWERED: Final = (protocol.Finish, protocol.Report, protocol.Link)
 NUM_ENGINES: Final = 12
 NUM_STRANGERS: Final = 3
 NUM_ADMINS: Final = 2
@@ -257,7 +258,7 @@ class Fuzzer:
     def _valid(self, line: Line, leases: Sequence[int]) -> bytes:
         self._number += 1
         message = self._frames.request(line.role, self._number, leases)
-        if line.is_sound and not isinstance(message, protocol.Finish | protocol.Report):
+        if line.is_sound and not isinstance(message, _UNANSWERED):
             line.expected.append(self._number)
         self.counts["valid"] += 1
         return frame(msgspec.msgpack.encode(message))

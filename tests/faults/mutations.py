@@ -62,7 +62,7 @@ class Frames:
     def request(self, role: str, number: int, leases: Sequence[int]) -> protocol.Request:
         """Return a valid request of a role, about ``leases`` if there are any."""
         if role == "worker":
-            return protocol.Finish(leases=tuple(leases), ok=self._rng.random() < 0.8, rank=0)
+            return self._of_a_worker(leases)
         if role == "admin":
             return self._operators(number)
         prefix = self._rng.choice(_PREFIXES)[: KEY_BYTES * self._rng.randint(1, LENGTH_MAX)]
@@ -76,6 +76,11 @@ class Frames:
                 return protocol.Reserve(first_block=0, parts=(b"",), **at)
             case _:
                 return self._report()
+
+    def _of_a_worker(self, leases: Sequence[int]) -> protocol.Request:
+        if self._rng.random() < 0.1:
+            return protocol.Link(h2d_gb_s=self._rng.choice((None, 0.0, 55.5)), problem="so")
+        return protocol.Finish(leases=tuple(leases), ok=self._rng.random() < 0.8, rank=0)
 
     def _operators(self, number: int) -> protocol.Request:
         # Seldom what takes everybody's blocks away.

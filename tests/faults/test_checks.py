@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def test_who_asks_meanwhile_is_answered_by_the_next_check(slow: Slow) -> None:
         with RawClient(slow.socket_path) as hasty:  # gone when the answer comes
             hasty.greet(Hello(role="admin"))
             hasty.send(protocol.Check(id=3))
+            hasty.socket.close()
         assert checker_of(slow) == checker
         slow.lets_it_end()
         assert first.reply() == protocol.Done(id=1)
@@ -118,3 +120,17 @@ def test_a_checker_keeps_nothing_of_a_killed_daemon(slow: Slow) -> None:
             successor.wait_ready().stop()
         slow.lets_it_end()
         eventually(lambda: not is_alive(checker), "the checker has ended")
+
+
+def test_who_has_said_all_and_closed_its_half_is_answered_still(slow: Slow) -> None:
+    with RawClient(slow.socket_path) as admin:
+        admin.greet(Hello(role="admin"))
+        admin.send(protocol.Check(id=1))
+        admin.send(protocol.Status(id=2))
+        admin.socket.shutdown(socket.SHUT_WR)
+        checker_of(slow)
+        slow.status()  # a round of the daemon's in which it could have hung up
+        slow.lets_it_end()
+        assert admin.reply() == protocol.Done(id=1)
+        assert isinstance(admin.reply(), protocol.StatusReply)
+        assert admin.reply() is None

@@ -31,6 +31,7 @@ def statistics(*, epoch: int = 1) -> dict[str, Any]:
             "slow_peers_dropped": 0,
             "bad_reports": 0,
             "unknown_leases": 0,
+            "clients": [{"replica": "a", "rank": None, "link": None}],
         },
         "pool": {
             "enabled": False,
@@ -203,3 +204,25 @@ def test_the_same_daemon_that_is_back_is_told_from_a_new_one() -> None:
     watch.ask()
     daemon.is_up = True
     assert watch.ask().news == "back after 0 s: the same daemon"
+
+
+def linked(**link: object) -> dict[str, Any]:
+    figures = statistics()
+    usual = {"h2d_gb_s": 55.1, "d2h_gb_s": 54.2, "allowed_gb_s": 57.6, "problem": ""}
+    figures["service"]["clients"] = [{"replica": "a", "rank": 0, "link": usual | link}]
+    return figures
+
+
+def test_links_are_shown_once_somebody_has_told_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Links" not in shown(capsys, statistics())
+    text = shown(capsys, linked())
+    assert "55.1" in text
+    assert "57.6" in text
+    assert "slow" not in text
+
+
+def test_a_slow_link_and_a_problem_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "slow: 59 %" in shown(capsys, linked(h2d_gb_s=34.0))
+    assert "slow" not in shown(capsys, linked(h2d_gb_s=34.0, allowed_gb_s=None))
+    problem = linked(h2d_gb_s=None, d2h_gb_s=None, allowed_gb_s=None, problem="ulimit -l")
+    assert "ulimit -l" in shown(capsys, problem)

@@ -12,6 +12,8 @@ from millpond.connector.worker import WorkerSide
 from millpond.model.layout import LayerPages, PartLayout
 from millpond.model.names import Coverage
 from millpond.service.client import ReplicaIdentity
+from millpond.service.protocol import Link
+from millpond.transfer.link import LinkReport, LinkSpeed
 
 SESSION = 7
 SLOT_BYTES = 4096
@@ -28,6 +30,10 @@ class FakeClient:
             sums=lambda *_: memoryview(array("Q", [0])),
         )
         self.finished: list[tuple[int, bool]] = []
+        self.links: list[Link] = []
+
+    def tell_link(self, link: Link) -> None:
+        self.links.append(link)
 
     def finish(self, lease_ids: list[int], *, ok: bool) -> None:
         self.finished += [(lease, ok) for lease in lease_ids]
@@ -96,3 +102,19 @@ def test_a_kept_request_is_reported_when_its_last_store_has_ended() -> None:
     assert worker.finished() == (set(), set(), set())
     worker._end_store(job(5), worker._current, None)
     assert worker.finished() == ({"request-5"}, set(), set())
+
+
+def test_each_daemon_hears_of_the_link_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = FakeClient(), FakeClient(SESSION + 1)
+    worker = make_worker(first)
+    worker.tell_link(LinkReport(LinkSpeed(55.0, 54.0, generation=5, width=16)))
+    assert [(link.h2d_gb_s, link.d2h_gb_s, link.problem) for link in first.links] == [
+        (55.0, 54.0, "")
+    ]
+    worker._left(first)
+    worker.tell_link(LinkReport(problem="x" * 1000))  # known while there is no daemon
+    monkeypatch.setattr("millpond.connector.worker.WorkerClient.connect", lambda *_, **__: second)
+    monkeypatch.setattr(worker._copy_engine, "wait_idle", lambda _: True, raising=False)
+    worker._join()
+    assert [(link.h2d_gb_s, len(link.problem)) for link in second.links] == [(None, 256)]
+    assert len(first.links) == 1

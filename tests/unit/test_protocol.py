@@ -56,6 +56,7 @@ REQUESTS = (
     protocol.Finish(leases=(1, 2), ok=True, rank=0),
     protocol.Finish(leases=(), ok=False),
     REPORT,
+    protocol.Link(h2d_gb_s=1.0, problem="x"),
     protocol.Status(id=4),
     protocol.Switch(id=5, enabled=False),
     protocol.Flush(id=6),

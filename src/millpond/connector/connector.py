@@ -11,7 +11,7 @@ daemon, a daemon that dies or comes back cost hits, never requests.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ from millpond.model.errors import ExpectedError, UnsupportedEngine
 from millpond.service.client import AdminClient, ReplicaIdentity, SchedulerClient
 from millpond.transfer import CopyEngine, CpuCopyEngine
 from millpond.transfer.checksums import page_hash
+from millpond.transfer.link import LinkReport
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -114,13 +115,18 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_worker(self, config: ConnectorConfig) -> WorkerSide:
         rank = get_tensor_model_parallel_rank()
-        return WorkerSide(
+
+        def tell_link(report: LinkReport) -> None:
+            worker.tell_link(report)
+
+        worker = WorkerSide(
             self._layout,
             self._identity(),
             config,
-            _copy_engine(config),
+            _copy_engine(config, on_link=tell_link),
             rank,
         )
+        return worker
 
     def _identity(self) -> ReplicaIdentity:
         # vLLM draws an engine id at each start and hands it to the scheduler and all workers.
@@ -323,10 +329,10 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
 
-def _copy_engine(config: ConnectorConfig) -> CopyEngine:
+def _copy_engine(config: ConnectorConfig, *, on_link: Callable[[LinkReport], None]) -> CopyEngine:
     """Return the copy engine of the device on which this worker's pages are."""
     if current_platform.is_cuda():
         from millpond.transfer.cuda import CudaCopyEngine  # needs Triton: not on a CPU
 
-        return CudaCopyEngine(torch.device("cuda", torch.cuda.current_device()))
+        return CudaCopyEngine(torch.device("cuda", torch.cuda.current_device()), on_link=on_link)
     return CpuCopyEngine(delay_s=config.copy_delay_s)

@@ -27,10 +27,13 @@ from millpond.connector.geometry import EngineLayout, describe_layout, layer_mem
 from millpond.connector.link import Link
 from millpond.connector.metadata import Job, RankLayout, StepMetadata, StepResults
 from millpond.model.errors import DaemonGone, ExpectedError, UnsupportedEngine
+from millpond.model.limits import LINK_PROBLEM_LENGTH_MAX
 from millpond.service.client import ReplicaIdentity, WorkerClient
+from millpond.service.protocol import Link as LinkMessage
 from millpond.transfer import Copies, CopyEngine, Direction, Fence, plan_copies
 from millpond.transfer.checksums import Checked, Checksums, Summed
 from millpond.transfer.copies import LayerMemory
+from millpond.transfer.link import LinkReport
 
 logger = logging.getLogger("vllm.millpond")
 
@@ -72,6 +75,7 @@ class WorkerSide:
         self._gate = threading.Lock()
         """Taken to submit under a session and to leave it: none is submitted after leaving."""
         self._current: WorkerClient | None = None
+        self._link_report: LinkReport | None = None
         self._unended: list[tuple[int, int]] = []
         """(session, lease) of jobs that came while this rank was not in their session."""
         self._lock = threading.Lock()
@@ -213,11 +217,36 @@ class WorkerSide:
         with self._gate:
             self._current = client
             unended, self._unended = self._unended, []
+            report = self._link_report
         due = [lease for session, lease in unended if session == client.session]
         if due:
             with contextlib.suppress(ExpectedError):  # lost already: that ends the leases too
                 client.finish(due, ok=False)
+        if report is not None:
+            self._send_link(client, report)
         return client
+
+    def tell_link(self, report: LinkReport) -> None:
+        """Pass on what the copy engine knows of its way to the arena (its threads)."""
+        with self._gate:
+            self._link_report = report
+            client = self._current
+        if client is not None:
+            self._send_link(client, report)
+
+    def _send_link(self, client: WorkerClient, report: LinkReport) -> None:
+        speed = report.speed
+        try:
+            client.tell_link(
+                LinkMessage(
+                    h2d_gb_s=speed and speed.h2d_gb_s,
+                    d2h_gb_s=speed and speed.d2h_gb_s,
+                    allowed_gb_s=speed and speed.allowed_gb_s,
+                    problem=report.problem[:LINK_PROBLEM_LENGTH_MAX],
+                )
+            )
+        except ExpectedError as error:
+            self._link.lost(client, error)
 
     def _left(self, client: WorkerClient) -> None:
         with self._gate:

@@ -25,6 +25,7 @@ from millpond.service.protocol import (
     Finish,
     Flush,
     Hello,
+    Link,
     Lookup,
     LookupReply,
     Pin,
@@ -212,6 +213,10 @@ class WorkerClient(_Client):
         """
         message = Finish(leases=tuple(lease_ids), ok=ok, rank=self.rank)
         self._connection.send(message, REQUEST_TIMEOUT_S)
+
+    def tell_link(self, link: Link) -> None:
+        """Say what this rank knows of its way to the arena; blocks as ``finish`` does."""
+        self._connection.send(link, REQUEST_TIMEOUT_S)
 
     def finish_checked(self, lease_id: int, *, num_checked: int, damaged: Sequence[int]) -> None:
         """As ``finish`` for a read lease of which ``num_checked`` slots were compared.

@@ -5,7 +5,12 @@ from collections.abc import Callable
 from typing import Final
 
 from millpond.model.errors import LeaseUnknown
-from millpond.model.limits import FRAME_BYTES_MAX, KIB, LEASES_PER_SESSION_MAX
+from millpond.model.limits import (
+    FRAME_BYTES_MAX,
+    KIB,
+    LEASES_PER_SESSION_MAX,
+    LINK_PROBLEM_LENGTH_MAX,
+)
 from millpond.pool.pool import Pool
 from millpond.service.checking import Checks
 from millpond.service.framing import FrameError
@@ -19,6 +24,7 @@ from millpond.service.protocol import (
     Finish,
     Flush,
     Hello,
+    Link,
     Lookup,
     LookupReply,
     Pin,
@@ -41,6 +47,7 @@ from millpond.service.sessions import Session, Sessions
 
 _LOG: Final = logging.getLogger(__name__)
 _REPLY_SLACK_BYTES: Final = 64 * KIB
+_GB_S_MAX: Final = 1e6
 _OFFSET_BYTES_MAX: Final = 16
 """What one block of one part takes in a reply at most: a pair of u64."""
 
@@ -72,7 +79,7 @@ class Dispatch:
         """
         if isinstance(request, Hello):
             raise FrameError("a second hello")
-        if isinstance(request, Finish | Report):
+        if isinstance(request, Finish | Report | Link):
             self._note(peer, request, now_ns)
             return None
         try:
@@ -154,8 +161,12 @@ class Dispatch:
             reason=lease.reason,
         )
 
-    def _note(self, peer: Peer, request: Finish | Report, now_ns: int) -> None:
+    def _note(self, peer: Peer, request: Finish | Report | Link, now_ns: int) -> None:
         """Take in what needs no reply."""
+        if isinstance(request, Link):
+            self._session(peer, "worker", request)
+            peer.link = _checked_link(request)
+            return
         if isinstance(request, Report):
             session = self._session(peer, "scheduler", request)
             try:
@@ -241,3 +252,13 @@ def _check_reply_fits(session: Session, request: Pin | Reserve) -> None:
     num_bytes = num_blocks * num_parts * _OFFSET_BYTES_MAX
     if num_bytes > FRAME_BYTES_MAX - _REPLY_SLACK_BYTES:
         raise ValueError(f"{num_blocks} blocks of {num_parts} parts don't fit into one reply")
+
+
+def _checked_link(link: Link) -> Link:
+    """Return what a status can tell of; raises ``FrameError``."""
+    for speed in (link.h2d_gb_s, link.d2h_gb_s, link.allowed_gb_s):
+        if speed is not None and not 0 <= speed <= _GB_S_MAX:  # false for what is no number
+            raise FrameError(f"a link of {speed} GB/s")
+    if len(link.problem) > LINK_PROBLEM_LENGTH_MAX:
+        raise FrameError(f"a problem of {len(link.problem)} characters")
+    return link

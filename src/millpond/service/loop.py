@@ -172,6 +172,8 @@ class Loop:
     def _on_turn(self, peer: Peer) -> None:
         self._guarded(self._serve, peer)
         self._guarded(self._send, peer)
+        if peer.has_said_all and not peer.frames and not peer.is_waiting:
+            self._endings.append(partial(self._drop, peer, "closed by peer"))
 
     def _guarded(self, step: Callable[[Peer], None], peer: Peer) -> None:
         """Do ``step`` for one connection; whatever goes wrong in it ends it and no other."""
@@ -233,7 +235,11 @@ class Loop:
             is_open = peer.receive(self._buffer)
         except BlockingIOError:
             return
-        if not is_open:
+        if is_open:
+            return
+        if peer.is_waiting and not peer.has_hung_up():
+            peer.has_said_all = True  # and listens for the answer still
+        else:
             self._endings.append(partial(self._drop, peer, "closed by peer"))
 
     def _serve(self, peer: Peer) -> None:
@@ -267,8 +273,7 @@ class Loop:
         def answer(peer: Peer) -> None:
             peer.reply(reply)
             self._send(peer)
-            if peer.frames:
-                self._unserved[peer] = None
+            self._unserved[peer] = None
 
         self._guarded(answer, peer)
 
@@ -313,13 +318,25 @@ class Loop:
         self._drop(peer, f"refused: {refusal.code}")
 
     def _send(self, peer: Peer) -> None:
-        had_output = bool(self._selector.get_key(peer.socket).events & selectors.EVENT_WRITE)
         peer.flush()
-        has_output = peer.waiting_bytes > 0
-        if has_output != had_output:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_output else 0)
-            key = self._selector.get_key(peer.socket)
-            self._selector.modify(peer.socket, events, key.data)
+        self._listen_to(peer)
+
+    def _listen_to(self, peer: Peer) -> None:
+        """Have the events that matter reported.
+
+        What a peer has sent is read no further while it cannot be served.
+        """
+        wanted = selectors.EVENT_WRITE if peer.waiting_bytes else 0
+        if not peer.has_said_all and not (peer.is_waiting and peer.frames):
+            wanted |= selectors.EVENT_READ
+        key = self._selector.get_map().get(peer.socket)
+        events = key.events if key else 0
+        if wanted == events:
+            return
+        if events:
+            self._selector.unregister(peer.socket)
+        if wanted:
+            self._selector.register(peer.socket, wanted, partial(self._on_peer, peer))
 
     def _drop(self, peer: Peer, reason: str) -> None:
         """End a connection, and with it the session it is a member of."""
@@ -341,7 +358,8 @@ class Loop:
             peer.flush()  # what was answered before is there to be read
         self._peers.discard(peer)
         self._unserved.pop(peer, None)
-        self._selector.unregister(peer.socket)
+        if peer.socket in self._selector.get_map():
+            self._selector.unregister(peer.socket)
         peer.close()
 
     # ------------------------------------------------------------ registrations
@@ -371,6 +389,7 @@ class Loop:
             "session": self._sessions.wire_number(session.number) if session else None,
             "pid": peer.credentials.pid,
             "connected_s": (now_ns - peer.connected_ns) / 1e9,
+            "link": None if peer.link is None else msgspec.to_builtins(peer.link),
         }
 
 

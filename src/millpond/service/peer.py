@@ -1,6 +1,7 @@
 """The daemon's end of one connection: bytes in, frames out of them; frames in, bytes out."""
 
 import os
+import select
 import socket
 from collections import deque
 from typing import Final
@@ -10,7 +11,7 @@ import msgspec
 from millpond.model.limits import OUTPUT_BYTES_MAX
 from millpond.service.framing import FrameDecoder
 from millpond.service.peercred import PeerCredentials
-from millpond.service.protocol import Hello, Reply, frame
+from millpond.service.protocol import Hello, Link, Reply, frame
 from millpond.service.reaper import Process
 
 _RECEIVE_BYTES: Final = 256 * 1024
@@ -35,6 +36,8 @@ class Peer:
         """What it said first; None until the handshake is over."""
         self.session: int | None = None
         """The pool's session that it is a member of."""
+        self.link: Link | None = None
+        """What a worker said of its way to the arena, last."""
         self.process: Process | None = None
         self.descriptors: list[int] = []
         """Received with the handshake and not claimed yet."""
@@ -42,6 +45,8 @@ class Peer:
         """Received and not answered yet; no more is received before they are."""
         self.is_waiting = False
         """Whether the answer to a request takes its time; no other is given before it."""
+        self.has_said_all = False
+        """Whether it has closed its half of the connection."""
         self.closed = False
         self._decoder = FrameDecoder()
         self._output = bytearray()
@@ -54,6 +59,12 @@ class Peer:
         if self.hello.role == "admin":
             return name
         return f"replica={self.hello.replica} {name} session={self.session}"
+
+    def has_hung_up(self) -> bool:
+        """Say whether it has closed both halves: nobody would read an answer."""
+        poll = select.poll()
+        poll.register(self.socket, 0)
+        return any(events & select.POLLHUP for _, events in poll.poll(0))
 
     @property
     def waiting_bytes(self) -> int:

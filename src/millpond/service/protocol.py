@@ -2,7 +2,7 @@
 
 A frame is a little-endian u32 length and that many bytes of msgpack: a map with a ``type``
 field and the fields below. Each request carries an ``id`` that its one reply repeats; replies
-come in the order of the requests. ``Finish`` and ``Report`` have no reply.
+come in the order of the requests. ``Finish``, ``Report`` and ``Link`` have no reply.
 
 Bulk values are packed so that neither side loops over them to parse: ``keys`` is the
 concatenation of equally long block keys, ``offsets`` are little-endian u64 arrays.
@@ -115,6 +115,19 @@ class Report(_Frame, frozen=True, forbid_unknown_fields=True, tag="report", kw_o
     local_tokens: int
     loaded_tokens: int
     writers: dict[str, int]
+
+
+class Link(_Frame, frozen=True, forbid_unknown_fields=True, tag="link", kw_only=True):
+    """What a worker knows of its way to the arena. No reply; the latest one counts.
+
+    GB/s (1e9 bytes) measured each way and what the link's kind allows, None where not known.
+    ``problem`` is "" or says which part of the arena it cannot use, and why.
+    """
+
+    h2d_gb_s: float | None = None
+    d2h_gb_s: float | None = None
+    allowed_gb_s: float | None = None
+    problem: str = ""
 
 
 class Status(_Frame, frozen=True, forbid_unknown_fields=True, tag="status", kw_only=True):
@@ -277,6 +290,7 @@ Request = (
     | Reserve
     | Finish
     | Report
+    | Link
     | Status
     | Switch
     | Flush

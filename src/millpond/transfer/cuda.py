@@ -6,6 +6,7 @@ one that ``streams.py`` or ``staging.py`` makes.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Fence, Stream
 from millpond.transfer.kernel import PageTable, can_copy
-from millpond.transfer.link import LinkSpeed
+from millpond.transfer.link import LinkReport
 from millpond.transfer.measuring import Measured, Sample, log_measured, measure
 from millpond.transfer.packing import HostRegion
 from millpond.transfer.registration import Registration
@@ -150,7 +151,8 @@ class CudaDevice:
     """A ``Device`` for one GPU; memory in the arena must be registered first.
 
     ``routes`` None measures the link and the routes once the arena's first piece is
-    registered; until then the usual ones serve.
+    registered; until then the usual ones serve. ``on_link`` is told what was found, and what
+    cannot be registered, from threads of the device's own.
     """
 
     def __init__(
@@ -158,12 +160,13 @@ class CudaDevice:
         device: torch.device,
         *,
         routes: Routes | None = None,
-        on_link: Callable[[LinkSpeed], None] | None = None,
+        on_link: Callable[[LinkReport], None] | None = None,
     ) -> None:
         self._device = device
         self._routes = routes or fallback(has_batch=cudart.has_batch_copy())
         self._is_measured = routes is not None
         self._on_link = on_link
+        self._report = LinkReport()
         self._region = HostRegion(0, 1)
         self.registration: Registration | None = None
 
@@ -190,8 +193,12 @@ class CudaDevice:
         self.release(_UNDO_S)
         self._region = HostRegion(arena.address, arena.extent_bytes)
         self.registration = Registration(
-            arena, prepare=self.enter_thread, on_first=self._measure_once
+            arena,
+            prepare=self.enter_thread,
+            on_first=self._measure_once,
+            on_failure=lambda problem: self._tell(replace(self._report, problem=problem)),
         )
+        self._tell(replace(self._report, problem=""))
 
     def is_ready(self, end_offset: int) -> bool:
         """Say whether the arena is registered up to ``end_offset``."""
@@ -211,17 +218,19 @@ class CudaDevice:
         """
         sample = Sample(self._device)
         region = HostRegion(sample.host.data_ptr(), sample.host.nbytes)
-        streams: dict[tuple[Direction, Route], CudaStream] = {}
-
-        def copy(direction: Direction, route: Route, copies: Copies) -> None:
-            only = Routes.only(route)
-            stream = streams.setdefault(
-                (direction, route),
-                CudaStream(self._device, direction, routes=lambda: only, region=lambda: region),
+        only = [Routes.only(Route.LOOP)]
+        streams = {
+            direction: CudaStream(
+                self._device, direction, routes=lambda: only[0], region=lambda: region
             )
-            held = stream.copy(copies)
-            stream.record().wait()
-            del held
+            for direction in Direction
+        }
+
+        def copy(direction: Direction, route: Route, copies: Copies, num_times: int) -> None:
+            only[0] = Routes.only(route)
+            held = [streams[direction].copy(copies) for _ in range(num_times)]
+            streams[direction].record().wait()
+            del held  # until here it was in use
 
         return measure(self._device, copy, sample)
 
@@ -236,14 +245,18 @@ class CudaDevice:
             return
         self._routes = measured.routes
         log_measured(measured)
+        self._tell(replace(self._report, speed=measured.link))
+
+    def _tell(self, report: LinkReport) -> None:
+        self._report = report
         if self._on_link is not None:
-            self._on_link(measured.link)
+            self._on_link(report)
 
 
 class CudaCopyEngine(StreamCopyEngine):
-    """A ``CopyEngine`` for one GPU; ``on_link`` is told the link's speed once it is known."""
+    """A ``CopyEngine`` for one GPU; ``on_link`` as for its device."""
 
     def __init__(
-        self, device: torch.device, *, on_link: Callable[[LinkSpeed], None] | None = None
+        self, device: torch.device, *, on_link: Callable[[LinkReport], None] | None = None
     ) -> None:
         super().__init__(CudaDevice(device, on_link=on_link))

@@ -44,6 +44,14 @@ class LinkSpeed:
         return allowed is not None and min(self.h2d_gb_s, self.d2h_gb_s) < SLOW_RATIO * allowed
 
 
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What is known of one rank's way to the arena; ``problem`` is "" where there is none."""
+
+    speed: LinkSpeed | None = None
+    problem: str = ""
+
+
 def pcie_link(
     bus_id: str, folder: Path = Path("/sys/bus/pci/devices")
 ) -> tuple[int | None, int | None]:

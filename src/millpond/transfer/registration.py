@@ -16,6 +16,7 @@ PIECE_BYTES: Final = 64 * GIB
 """Largest piece that is registered in one call."""
 _FIRST_PIECE_BYTES: Final = 2 * GIB
 """The first is small: copies begin when it is there. Each later one is twice as large."""
+_REMEDY: Final = "raise the limit on locked memory (ulimit -l) or make the pool smaller"
 _NUM_THREADS: Final = 2
 """More are no faster: 40 GiB took 2.5 s with one, 1.7 s with two, 1.7 s with four (H200)."""
 
@@ -25,7 +26,8 @@ class Registration:
 
     Keeps the mapping alive until ``undo``. Slots that lie in a registered prefix can be
     copied at once; others cannot be copied yet. ``prepare`` runs first in each thread,
-    ``on_first`` once the first piece is registered, in the thread that did it.
+    ``on_first`` once the first piece is registered, ``on_failure`` where one cannot be, each in
+    the thread that did it.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class Registration:
         *,
         prepare: Callable[[], None],
         on_first: Callable[[], None],
+        on_failure: Callable[[str], None],
     ) -> None:
         self.arena = arena
         self._prepare = prepare
         self._on_first = on_first
+        self._on_failure = on_failure
         self._pieces = pieces_of(arena.size_bytes, arena.extent_bytes)
         self._lock = threading.Lock()
         self._next = 0
@@ -124,7 +128,10 @@ class Registration:
             start,
             num_bytes,
             str(error),
-            "raise the limit on locked memory (ulimit -l) or make the pool smaller",
+            _REMEDY,
+        )
+        self._on_failure(
+            f"{num_bytes // GIB} GiB at {start // GIB} GiB not registered: {error}; {_REMEDY}"
         )
 
 
