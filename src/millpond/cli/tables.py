@@ -7,6 +7,7 @@ from rich.table import Table
 
 from millpond.cli.figures import Tree, count, number, tree
 
+_LINK_RATIO_MIN: Final = 0.8
 _MATRIX_MAX: Final = 8
 """Replicas a side of the matrix: what 80 columns hold."""
 
@@ -47,6 +48,7 @@ def status_tables(statistics: Tree) -> list[Table]:
     """Return the daemon's statistics as tables for people."""
     return [
         _memory(statistics),
+        *_links(tree(statistics, "service")),
         _tokens(tree(statistics, "tokens")),
         _matrix(statistics),
         _refusals(statistics),
@@ -85,6 +87,35 @@ def _memory(statistics: Tree) -> Table:
         f"{count(pool['num_leases'])} leases, up {number(service['uptime_s']):,.0f} s"
     )
     return table
+
+
+def _links(service: Tree) -> list[Table]:
+    """Return a table of the ranks that have told of their way to the arena, if there are any."""
+    table = Table("replica", title="Links between host and GPU, in GB/s")
+    for column in ("rank", "to the GPU", "from the GPU", "allowed"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for each in cast("list[Tree]", service["clients"]):
+        link = cast("Tree | None", each.get("link"))
+        if link is None:
+            continue
+        speeds = [link["h2d_gb_s"], link["d2h_gb_s"], link["allowed_gb_s"]]
+        shown = ["" if speed is None else f"{number(speed):.1f}" for speed in speeds]
+        table.add_row(str(each["replica"]), count(each["rank"]), *shown, _link_warning(link))
+    return [table] if table.row_count else []
+
+
+def _link_warning(link: Tree) -> str:
+    """Return what is wrong with a link, "" if nothing is."""
+    if link["problem"]:
+        return str(link["problem"])
+    if link["h2d_gb_s"] is None or link["d2h_gb_s"] is None or link["allowed_gb_s"] is None:
+        return ""
+    slower = min(number(link["h2d_gb_s"]), number(link["d2h_gb_s"]))
+    share = slower / number(link["allowed_gb_s"])
+    if share >= _LINK_RATIO_MIN:
+        return ""
+    return f"slow: {100 * share:.0f} % of what the link allows"
 
 
 def _tokens(replicas: Tree) -> Table:
