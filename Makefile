@@ -14,7 +14,7 @@ help: ## print this list
 setup: ## create .venv with the engine (on a machine with GPUs: make setup ENGINE=cuda)
 	@scripts/setup $(if $(ENGINE),--engine $(ENGINE))
 
-older: setup
+older: setup ## create .venv-0.27, with an earlier release of the engine
 	@scripts/setup --engine cpu-0.27
 
 demo: setup ## two replicas, one pool: a moved request with the pool off and on

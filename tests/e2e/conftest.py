@@ -92,7 +92,7 @@ def as_026(stage: Stage) -> Replicas:
 
 def needs_older_engine() -> None:
     if not OLDER_PYTHON.exists():
-        pytest.skip(f"no {OLDER_PYTHON}: run scripts/setup --engine cpu-0.27")
+        pytest.fail(f"no {OLDER_PYTHON}: run scripts/setup --engine cpu-0.27", pytrace=False)
 
 
 @pytest.fixture
