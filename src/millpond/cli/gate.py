@@ -7,8 +7,9 @@ import click
 from millpond.cli.context import examples
 from millpond.cli.gate_order import gate_order
 from millpond.cli.gate_pool import gate_pool
+from millpond.cli.gate_service import gate_service
 
-_COMMANDS: Final[tuple[click.Command, ...]] = (gate_order, gate_pool)
+_COMMANDS: Final[tuple[click.Command, ...]] = (gate_order, gate_pool, gate_service)
 
 
 @click.group(epilog=examples("millpond gate order", "millpond gate pool --size 8GiB"))

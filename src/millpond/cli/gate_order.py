@@ -165,7 +165,8 @@ def check_order(asked: AskedOrder) -> OrderChecked:
     except ImportError as error:
         raise NoPackage(f"the gate needs torch, which comes with the engine: {error}") from error
     device = order.open_device(asked.device)
-    options = order.OrderOptions(asked.targets or (order.OWN,), asked.delay_s)
+    timing = order.Timing(delay_s=asked.delay_s)
+    options = order.OrderOptions(asked.targets or (order.OWN,), timing)
     try:
         with ProgressLine() as line:
             check = order.check_mutants if asked.mutants else order.check_order

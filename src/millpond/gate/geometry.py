@@ -19,7 +19,6 @@ from millpond.gate.device import GateDevice, Size
 from millpond.gate.own import OwnPath
 from millpond.gate.paths import Room
 from millpond.gate.patterns import WORD_BYTES, Comparison, Wrong
-from millpond.gate.subject import DONE_S_MAX
 from millpond.gate.verdicts import Edge, Finding, Verdict
 from millpond.model import layout
 from millpond.model.limits import SLOT_ALIGNMENT_BYTES
@@ -28,6 +27,7 @@ from millpond.transfer.copies import Copies, Direction, LayerMemory
 from millpond.transfer.engine import Ticket
 
 _ITEM_BYTES: Final = 2
+_DONE_S_MAX: Final = 30.0
 _FILL: Final = 0xEE
 """What memory holds that nothing may write to."""
 
@@ -258,7 +258,7 @@ class _Scene:
             keep_alive=arena,
             on_done=on_done,
         )
-        if not done.wait(DONE_S_MAX) or tickets[0].error is not None:
+        if not done.wait(_DONE_S_MAX) or tickets[0].error is not None:
             raise RuntimeError(f"the copies of {geometry.name!r} did not end: {tickets}")
 
 

@@ -8,11 +8,14 @@ tables of addresses on an emulated device; elsewhere it is noted that they were 
 
 import gc
 import weakref
+from dataclasses import replace
+
+import numpy as np
 
 from millpond.gate.device import Hold, Where
 from millpond.gate.own import OwnPath
 from millpond.gate.patterns import Comparison, Epoch
-from millpond.gate.subject import CONTROL_S_MAX, DONE_S_MAX, Call, Subject, poll
+from millpond.gate.subject import Call, Subject, poll
 from millpond.gate.verdicts import Attempt, Control
 from millpond.transfer.copies import Direction
 
@@ -31,13 +34,18 @@ def outlive(subject: Subject, direction: Direction, control: Control) -> Attempt
     _prepare(subject, direction)
     device.recycle(subject.num_bytes)  # so that it is quick the next time
     with device.on(Where.WORK):
-        hold = device.hold(subject.delay_s)
-    call = subject.call(direction, Where.WORK, hold)
+        hold = device.hold(subject.timing.delay_s)
+    pairs = list(subject.pairs)
+    call = subject.call_with(pairs, direction, Where.WORK, hold)
+    is_there = False
     if control is Control.NONE:
+        pairs.clear()
         gc.collect()
         device.recycle(subject.num_bytes)
-        poll(hold.is_open, subject.delay_s)
-    return _end(subject, direction, call, hold)
+        poll(lambda: call.is_done() or hold.is_open(), subject.timing.delay_s / 2)
+        # Only a copy that did not wait can be there while the hold is closed.
+        is_there = _compare(subject, direction).is_right and not hold.is_open()
+    return replace(_end(subject, direction, call, hold), undelayed=is_there)
 
 
 def outlive_own(subject: Subject, path: OwnPath, direction: Direction, control: Control) -> Attempt:
@@ -55,12 +63,12 @@ def outlive_own(subject: Subject, path: OwnPath, direction: Direction, control: 
             device.synchronize()
         call, lent, given_up = _lend(subject, path, direction, control, hold)
     if control is Control.SYNCHRONIZED:
-        call.wait(DONE_S_MAX)
+        call.wait(subject.timing.done_s)
         device.synchronize()
     del lent
     if control is Control.NONE:
         device.recycle(subject.num_bytes)
-        poll(lambda: hold.is_open() or bool(given_up), subject.delay_s)
+        poll(lambda: hold.is_open() or bool(given_up), subject.timing.delay_s)
     attempt = _end(subject, direction, call, hold, given_up)
     path.watch.forget()
     return attempt
@@ -87,7 +95,7 @@ def _lend(
     # Tables are made when the lane enqueues the copies, which may be a moment later.
     poll(lambda: path.watch.num_enqueued > number, _SETTLE_S_MAX)
     if control is not Control.SYNCHRONIZED:
-        poll(lambda: number in path.watch.given_up, subject.delay_s / 4)
+        poll(lambda: number in path.watch.given_up, subject.timing.delay_s / 4)
     if number in path.watch.given_up and not hold.is_open():
         given_up.append("the tables of its copies")
     return call, lent, given_up
@@ -96,29 +104,29 @@ def _lend(
 def _recycled(subject: Subject, direction: Direction) -> Attempt:
     """Copy from memory that is overwritten while the copy waits: by the gate itself."""
     device, pages = subject.device, subject.room.pages
-    flat = pages.reshape(-1)
-    _prepare(subject, direction)
-    if direction is Direction.LOAD:
+    is_load = direction is Direction.LOAD
+    subject.prepare(pages=Epoch.OLD if is_load else Epoch.NEW, host=Epoch.EMPTY)
+    if is_load:
         subject.staging.numpy()[:] = device.read(subject.late).reshape(-1)
     else:
-        device.write(subject.seen, device.read(subject.late))
+        device.write(subject.seen, device.read(pages))
+        device.write(subject.late, np.full(pages.shape, int(Epoch.RECYCLED), np.uint8))
     with device.on(Where.WORK):
-        hold = device.hold(CONTROL_S_MAX)
-        if direction is Direction.LOAD:
-            device.copy(subject.staging, flat)
-        else:
-            device.copy(subject.seen.reshape(-1), subject.staging)
-    if direction is Direction.LOAD:
+        hold = device.hold(subject.timing.control_s)
+        source, target = subject.staging, pages.reshape(-1)
+        if not is_load:
+            source, target = subject.seen.reshape(-1), subject.staging
+        device.copy(source, target)
+    if is_load:
         subject.staging.numpy()[:] = int(Epoch.RECYCLED)
     else:
         with device.on(Where.OTHER):
-            device.copy(subject.room.pages, subject.seen)
+            device.copy(subject.late, subject.seen)
             point = device.point()
-        poll(point.is_passed, CONTROL_S_MAX)
+        poll(point.is_passed, subject.timing.control_s)
     hold.release()
     device.synchronize()
-    load = direction is Direction.LOAD
-    found = subject.compare_pages(Epoch.NEW) if load else subject.compare_staging(Epoch.NEW)
+    found = subject.compare_pages(Epoch.NEW) if is_load else subject.compare_staging(Epoch.NEW)
     return Attempt(found, subject.num_bytes)
 
 
@@ -130,7 +138,7 @@ def _prepare(subject: Subject, direction: Direction) -> None:
 
 
 def _limit_s(subject: Subject, control: Control) -> float:
-    return subject.delay_s * 2 if control is Control.NONE else CONTROL_S_MAX
+    return subject.timing.delay_s * 2 if control is Control.NONE else subject.timing.control_s
 
 
 def _end(
@@ -140,10 +148,7 @@ def _end(
     hold: Hold,
     given_up: list[str] | None = None,
 ) -> Attempt:
-    hold.release()
-    is_done = call.wait(DONE_S_MAX)
-    subject.device.synchronize()
-    fault = None if is_done else f"not done within {DONE_S_MAX:.0f} s"
+    fault = subject.settle(call, hold)
     found = _compare(subject, direction)
     if given_up:
         fault = f"gave up {' and '.join(given_up)} while the copy waited; {found.describe()}"

@@ -19,7 +19,7 @@ from millpond.gate.device import GateDevice, Where
 from millpond.gate.geometry import GEOMETRIES, check_geometry
 from millpond.gate.ordering import FAILURES, Show, Test, check_edge, untested
 from millpond.gate.own import OwnPath
-from millpond.gate.subject import Subject
+from millpond.gate.subject import Subject, Timing
 from millpond.gate.verdicts import Edge, Finding, Verdict
 from millpond.model import layout
 from millpond.model.layout import PageGeometry, PartLayout, Segment
@@ -327,21 +327,22 @@ MUTANTS: Final = (
 )
 
 
-def run_mutants(device: GateDevice, delay_s: float, show: Show) -> list[Caught]:
+def run_mutants(device: GateDevice, timing: Timing, show: Show) -> list[Caught]:
     """Test each mutant on the device's first route; docs/ORDERING.md has them in a table."""
     results: list[Caught] = []
     whole: dict[Test | None, Finding] = {}
+    patient = replace(timing, delay_s=max(timing.delay_s, DELAY_S_MIN))
     for mutant in MUTANTS:
         show(f"{mutant.edge} {mutant.name}")
         before = whole.get(mutant.test)
         if before is None:
-            before = whole[mutant.test] = _test(device, mutant.test, delay_s)
+            before = whole[mutant.test] = _test(device, mutant.test, timing)
         if not before.is_good:
             reason = f"the code as it is does not pass: {before.verdict}: {before.reason}"
             results.append(Caught(mutant, is_caught=False, reason=reason, num_bytes=0))
             continue
         with mutant.broken(device):
-            found = _test(device, mutant.test, max(delay_s, DELAY_S_MIN))
+            found = _test(device, mutant.test, patient)
         results.append(
             Caught(
                 mutant,
@@ -353,13 +354,13 @@ def run_mutants(device: GateDevice, delay_s: float, show: Show) -> list[Caught]:
     return results
 
 
-def _test(device: GateDevice, test: Test | None, delay_s: float) -> Finding:
+def _test(device: GateDevice, test: Test | None, timing: Timing) -> Finding:
     if test is None:
         return _test_geometries(device)
     route, size = device.routes[0]
     path = OwnPath("mutant", lambda: device.copier(route))
     try:
-        subject = Subject(device, path, size, delay_s)
+        subject = Subject(device, path, size, timing)
     except FAILURES as error:
         return untested(test, path.name, error)
     try:

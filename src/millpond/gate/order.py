@@ -14,6 +14,7 @@ from millpond.gate.mutants import Caught, run_mutants
 from millpond.gate.ordering import FAILURES, Show, check_path, untested
 from millpond.gate.own import OwnPath
 from millpond.gate.paths import Path
+from millpond.gate.subject import Timing
 from millpond.gate.targets import make_target
 from millpond.gate.verdicts import Finding, Verdict
 
@@ -23,10 +24,10 @@ OWN: Final = "millpond"
 
 @dataclass(frozen=True, slots=True)
 class OrderOptions:
-    """``delay_s``: how long what the copies depend on is late. No targets: our own engine."""
+    """Which paths are tested, and how long things are late."""
 
     targets: Sequence[str] = (OWN,)
-    delay_s: float = 0.3
+    timing: Timing = field(default_factory=Timing)
 
 
 @dataclass(slots=True)
@@ -85,39 +86,39 @@ def open_device(wanted: str) -> GateDevice:
 
 def check_order(device: GateDevice, options: OrderOptions, show: Show) -> OrderReport:
     """Test every edge of every path that was asked for."""
-    report = OrderReport(device.name, device.is_emulated, options.delay_s)
+    report = OrderReport(device.name, device.is_emulated, options.timing.delay_s)
     started_s = time.monotonic()
     for target in options.targets:
         if target == OWN:
-            _check_own(device, options.delay_s, report, show)
+            _check_own(device, options.timing, report, show)
         else:
-            _check_target(device, target, options.delay_s, report, show)
+            _check_target(device, target, options.timing, report, show)
     report.seconds = time.monotonic() - started_s
     return report
 
 
 def check_mutants(device: GateDevice, options: OrderOptions, show: Show) -> OrderReport:
     """Break our own code, one order or piece of geometry at a time; each must be noticed."""
-    report = OrderReport(device.name, device.is_emulated, options.delay_s)
+    report = OrderReport(device.name, device.is_emulated, options.timing.delay_s)
     started_s = time.monotonic()
-    report.mutants = run_mutants(device, options.delay_s, show)
+    report.mutants = run_mutants(device, options.timing, show)
     report.seconds = time.monotonic() - started_s
     return report
 
 
-def _check_own(device: GateDevice, delay_s: float, report: OrderReport, show: Show) -> None:
+def _check_own(device: GateDevice, timing: Timing, report: OrderReport, show: Show) -> None:
     for route, size in device.routes:
         name = OWN if len(device.routes) == 1 else f"{OWN} ({route.value})"
         path = OwnPath(name, lambda route=route: device.copier(route))
         report.versions.update(path.versions)
-        report.findings += check_path(device, path, size, delay_s, show)
+        report.findings += check_path(device, path, size, timing, show)
     for geometry in GEOMETRIES:
         show(f"{OWN}: {geometry.edge} {geometry.name}")
         report.findings.append(check_geometry(device, geometry))
 
 
 def _check_target(
-    device: GateDevice, target: str, delay_s: float, report: OrderReport, show: Show
+    device: GateDevice, target: str, timing: Timing, report: OrderReport, show: Show
 ) -> None:
     show(f"{target}: importing it")
     try:
@@ -127,7 +128,7 @@ def _check_target(
         return
     versions: Mapping[str, str] = path.versions
     report.versions.update(versions)
-    report.findings += check_path(device, path, _target_size(device), delay_s, show)
+    report.findings += check_path(device, path, _target_size(device), timing, show)
 
 
 def _target_size(device: GateDevice) -> Size:

@@ -10,7 +10,7 @@ from millpond.gate.own import OwnPath
 from millpond.gate.paths import Path
 from millpond.gate.reuse import REUSES, reuse
 from millpond.gate.scenarios import SCENARIOS, plain_control
-from millpond.gate.subject import Subject
+from millpond.gate.subject import Subject, Timing
 from millpond.gate.verdicts import Attempt, Control, Edge, Finding, Trial, Verdict, judge
 from millpond.model.errors import MillpondError
 from millpond.transfer.copies import Direction
@@ -43,7 +43,7 @@ class Test:
     scenario: str = ""
 
 
-def tests_of(path: Path) -> list[Test]:
+def plan_tests(path: Path) -> list[Test]:
     """Return the tests that apply to a path, in the order of the edges."""
     tests = [Test(edge, direction) for edge, (direction, _) in SCENARIOS.items()]
     if isinstance(path, OwnPath):
@@ -53,15 +53,15 @@ def tests_of(path: Path) -> list[Test]:
 
 
 def check_path(
-    device: GateDevice, path: Path, size: Size, delay_s: float, show: Show
+    device: GateDevice, path: Path, size: Size, timing: Timing, show: Show
 ) -> list[Finding]:
     """Test every edge of a path; what it raises becomes a finding."""
     try:
-        subject = Subject(device, path, size, delay_s)
+        subject = Subject(device, path, size, timing)
     except FAILURES as error:
         return [untested(None, path.name, error)]
     try:
-        return [_checked(subject, test, show) for test in tests_of(path)]
+        return [_checked(subject, test, show) for test in plan_tests(path)]
     finally:
         subject.close()
 

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORD_BYTES: Final = 8
-BLOCKS_MAX: Final = 2**32
+BLOCKS_MAX: Final = 2**20
+"""Numbers of blocks are smaller, so that most words of nobody are known as such."""
 OFFSETS_MAX: Final = 2**24
 """Words of the largest page: 128 MiB."""
 
@@ -63,10 +64,15 @@ class Wrong(enum.IntEnum):
 
 
 def pattern(blocks: Iterable[int], page_bytes: int, epoch: Epoch) -> NDArray[np.uint8]:
-    """Return a page for each block, one a row, as bytes. ``ValueError`` unless whole words."""
+    """Return a page for each block, one a row, as bytes.
+
+    ``ValueError`` unless a page is whole words, and for blocks from ``BLOCKS_MAX`` on.
+    """
     if page_bytes % WORD_BYTES or not 0 < page_bytes // WORD_BYTES <= OFFSETS_MAX:
         raise ValueError(f"pages of {page_bytes} bytes: not whole words, or too many")
     numbers = np.fromiter(blocks, np.uint64)
+    if len(numbers) and numbers.max() >= BLOCKS_MAX:
+        raise ValueError(f"block {numbers.max()} is not below {BLOCKS_MAX}")
     return _words(numbers, page_bytes // WORD_BYTES, epoch).view(np.uint8)
 
 
@@ -153,7 +159,7 @@ def _classify(found: NDArray[np.uint64], place: _Place, epoch: Epoch) -> NDArray
     offsets, blocks = raw >> _OFFSET_SHIFT & _OFFSET_MASK, raw >> _BLOCK_SHIFT
     is_same_block, is_same_offset = blocks == place.blocks, offsets == place.offsets
     # A word of nobody decodes to something as well: to a block that cannot be, most likely.
-    is_known &= blocks <= place.blocks.max() + np.uint64(2**16)
+    is_known &= blocks < np.uint64(BLOCKS_MAX)
     kinds = np.full(len(found), Wrong.UNKNOWN, np.uint8)
     kinds[_is_torn(found, place)] = Wrong.TORN
     kinds[is_known & ~is_same_block] = Wrong.SWAPPED

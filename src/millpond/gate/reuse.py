@@ -15,7 +15,7 @@ from typing import Final
 from millpond.gate.device import Hold, Where
 from millpond.gate.own import OwnCompletion, OwnPath
 from millpond.gate.patterns import Comparison, Epoch, Rows, compare, pattern
-from millpond.gate.subject import CONTROL_S_MAX, DONE_S_MAX, Subject
+from millpond.gate.subject import Subject
 from millpond.gate.verdicts import Attempt, Control
 from millpond.model.errors import MillpondError
 from millpond.model.limits import WRITE_LEASE_S_MAX
@@ -107,13 +107,13 @@ def reuse(subject: Subject, path: OwnPath, way: Reuse, control: Control) -> Atte
     """Run the scenario."""
     scene = _set_scene(subject, way.direction)
     with subject.device.on(Where.WORK):
-        hold = subject.device.hold(CONTROL_S_MAX)
+        hold = subject.device.hold(subject.timing.control_s)
         completion = _submit(subject, path, way.direction, scene)
     try:
         if control is Control.SYNCHRONIZED:
             hold.release()
-            completion.wait(DONE_S_MAX)
-            path.engine.wait_idle(DONE_S_MAX)
+            completion.wait(subject.timing.done_s)
+            path.engine.wait_idle(subject.timing.done_s)
         with scene.lock:
             if control is Control.EDGE_REMOVED:
                 way.end_early(scene)
@@ -180,9 +180,11 @@ def _write_second(subject: Subject, scene: _Scene) -> list[int]:
 
 def _end(subject: Subject, path: OwnPath, hold: Hold, completion: OwnCompletion) -> str | None:
     hold.release()
-    is_done = completion.wait(DONE_S_MAX) and path.engine.wait_idle(DONE_S_MAX)
+    is_done = completion.wait(subject.timing.done_s) and path.engine.wait_idle(
+        subject.timing.done_s
+    )
     subject.device.synchronize()
-    return None if is_done else f"not done within {DONE_S_MAX:.0f} s"
+    return None if is_done else subject.never_done()
 
 
 def _compare(

@@ -15,7 +15,7 @@ from typing import Final
 from millpond.gate.device import Hold, Where
 from millpond.gate.paths import Promise
 from millpond.gate.patterns import Comparison, Epoch
-from millpond.gate.subject import CONTROL_S_MAX, DONE_S_MAX, Call, Subject, poll
+from millpond.gate.subject import Call, Subject, poll
 from millpond.gate.verdicts import Attempt, Control, Edge
 from millpond.transfer.copies import Direction
 
@@ -60,15 +60,24 @@ def done_after_store(subject: Subject, control: Control) -> Attempt:
         hold = device.hold(_done_limit_s(subject, control))
         device.copy(subject.late, subject.room.pages)
     call = subject.call(Direction.STORE, Where.WORK, hold)
+    landed: list[Comparison] = []
+
+    def found() -> Comparison:
+        rows = subject.copy_of_host()
+        landed.append(subject.compare_rows(rows, Epoch.OLD))
+        return subject.compare_rows(rows, Epoch.NEW)
+
     if control is Control.EDGE_REMOVED:
-        return _at_once(subject, call, hold, lambda: subject.compare_host(Epoch.NEW))
-    if control is Control.NONE and subject.is_done_early(call, hold, subject.delay_s):
-        # It may have copied what was there, without waiting: then "done" is true, of old bytes.
-        landed = subject.compare_host(Epoch.OLD)
-        if landed.is_right:
-            return _finished(subject, call, hold, landed, undelayed=True)
-        return _finished(subject, call, hold, subject.compare_host(Epoch.NEW))
-    return _when_done(subject, call, hold, control, lambda: subject.compare_host(Epoch.NEW))
+        # As if being enqueued were being done.
+        return _finished(subject, call, hold, found())
+    if control is Control.NONE and subject.is_done_early(call, hold, subject.timing.delay_s):
+        attempt = _finished(subject, call, hold, found())
+    else:
+        attempt = _when_done(subject, call, hold, control, found)
+    if control is Control.NONE and landed[0].is_right:
+        # It has copied what was there, without waiting: "done" was true, of bytes too old.
+        return replace(attempt, comparison=landed[0], undelayed=True)
+    return attempt
 
 
 def compute_after_load(subject: Subject, control: Control) -> Attempt:
@@ -79,10 +88,11 @@ def compute_after_load(subject: Subject, control: Control) -> Attempt:
         hold = device.hold(_done_limit_s(subject, control))
     call = subject.call(Direction.LOAD, Where.WORK, hold)
     if control is Control.EDGE_REMOVED:
-        return _at_once(subject, call, hold, lambda: subject.compare_pages(Epoch.NEW))
+        # As if being enqueued were being done.
+        return _finished(subject, call, hold, subject.compare_pages(Epoch.NEW))
     if control is Control.NONE and subject.path.promise is Promise.STREAM:
         return _consumed(subject, call, hold)
-    if control is Control.NONE and subject.is_done_early(call, hold, subject.delay_s):
+    if control is Control.NONE and subject.is_done_early(call, hold, subject.timing.delay_s):
         found = subject.compare_pages(Epoch.NEW)
         return _finished(subject, call, hold, found, undelayed=found.is_right)
     return _when_done(subject, call, hold, control, lambda: subject.compare_pages(Epoch.NEW))
@@ -92,7 +102,7 @@ def _consumed(subject: Subject, call: Call, hold: Hold) -> Attempt:
     """Let a kernel on the stream of the call read the pages, as the model would."""
     with subject.device.on(Where.WORK):
         subject.device.copy(subject.room.pages, subject.seen)
-    poll(hold.is_open, subject.delay_s)
+    poll(hold.is_open, subject.timing.delay_s / 2)
     # Only a load that did not wait can be there while the hold is closed.
     is_there = subject.compare_pages(Epoch.NEW).is_right and not hold.is_open()
     hold.release()
@@ -105,12 +115,16 @@ def _consumed(subject: Subject, call: Call, hold: Hold) -> Attempt:
 
 
 def _limit_s(subject: Subject, control: Control) -> float:
-    return subject.delay_s if control is Control.NONE else CONTROL_S_MAX
+    return subject.timing.delay_s if control is Control.NONE else subject.timing.control_s
 
 
 def _done_limit_s(subject: Subject, control: Control) -> float:
     # These controls look at once: a call that blocks is not to block for long.
-    return subject.delay_s if control is Control.NONE else max(subject.delay_s, _LOOK_S_MAX)
+    return (
+        subject.timing.delay_s
+        if control is Control.NONE
+        else max(subject.timing.delay_s, _LOOK_S_MAX)
+    )
 
 
 def _call(subject: Subject, direction: Direction, control: Control, hold: Hold) -> Call:
@@ -127,7 +141,7 @@ def _call(subject: Subject, direction: Direction, control: Control, hold: Hold) 
 
 def _attempt(subject: Subject, call: Call, hold: Hold, found: Callable[[], Comparison]) -> Attempt:
     """Let everything end, then look."""
-    fault = _end(subject, call, hold)
+    fault = subject.settle(call, hold)
     return _result(subject, call, found(), fault)
 
 
@@ -140,16 +154,11 @@ def _when_done(
 ) -> Attempt:
     """Look as soon as the path says that it is done; behind a synchronize if asked for."""
     hold.release()
-    is_done = call.wait(DONE_S_MAX)
+    is_done = call.wait(subject.timing.done_s)
     if control is Control.SYNCHRONIZED:
         subject.device.synchronize()
     attempt = _finished(subject, call, hold, found())
-    return attempt if is_done else replace(attempt, fault=_LATE)
-
-
-def _at_once(subject: Subject, call: Call, hold: Hold, found: Callable[[], Comparison]) -> Attempt:
-    """Look right after the call, as if being enqueued were being done."""
-    return _finished(subject, call, hold, found())
+    return attempt if is_done else replace(attempt, fault=subject.never_done())
 
 
 def _finished(
@@ -160,18 +169,8 @@ def _finished(
     *,
     undelayed: bool = False,
 ) -> Attempt:
-    fault = _end(subject, call, hold)
+    fault = subject.settle(call, hold)
     return _result(subject, call, comparison, fault, undelayed=undelayed)
-
-
-_LATE: Final = f"not done within {DONE_S_MAX:.0f} s"
-
-
-def _end(subject: Subject, call: Call, hold: Hold) -> str | None:
-    hold.release()
-    is_done = call.wait(DONE_S_MAX)
-    subject.device.synchronize()
-    return None if is_done else _LATE
 
 
 def _result(
@@ -203,7 +202,7 @@ def plain_control(subject: Subject, edge: Edge) -> Attempt:
     subject.prepare(pages=Epoch.OLD, host=Epoch.NEW)
     subject.staging.numpy()[:] = 0 if is_store else device.read(subject.late).reshape(-1)
     with device.on(Where.WORK):
-        hold = device.hold(CONTROL_S_MAX)
+        hold = device.hold(subject.timing.control_s)
         if edge is Edge.E1:
             device.copy(subject.late, pages)
         if edge is Edge.E3:
@@ -213,7 +212,7 @@ def plain_control(subject: Subject, edge: Edge) -> Attempt:
         device.copy(source, target)
         point = device.point()
     if edge in (Edge.E1, Edge.E3):
-        poll(point.is_passed, CONTROL_S_MAX)
+        poll(point.is_passed, subject.timing.control_s)
         hold.release()
         device.synchronize()
     if is_store:

@@ -22,13 +22,24 @@ from millpond.gate.patterns import Comparison, Epoch, Rows, compare, pattern
 from millpond.transfer.copies import Direction
 from millpond.transfer.device import Fence
 
-CONTROL_S_MAX: Final = 5.0
-"""How long a control may take to do what it must: longer than a busy machine needs."""
-DONE_S_MAX: Final = 30.0
 _POLL_S: Final = 0.0005
 _SEED: Final = 4
 _SPARE_ROWS: Final = 4
 _CANARY_LABEL: Final = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How late things are made, and how long is waited.
+
+    ``delay_s`` is how long a hold lasts unless it is released. ``control_s``: how long a
+    control may take to do what it must, on a busy machine. ``done_s``: what takes longer to be
+    done counts as never done.
+    """
+
+    delay_s: float = 0.3
+    control_s: float = 5.0
+    done_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +58,17 @@ class Call:
         """Wait until it tells so; False when the time ran out."""
         if self.point is None:
             return self.completion.wait(timeout_s)
-        return poll(self.point.is_passed, timeout_s)
+        # Without a pause: what the stream does not wait for may be there a moment later.
+        return poll(self.point.is_passed, timeout_s, pause_s=0.0)
 
 
 class Subject:
-    """See the module. ``delay_s`` is how long a hold lasts unless it is released."""
+    """See the module."""
 
-    def __init__(self, device: GateDevice, path: Path, size: Size, delay_s: float) -> None:
+    def __init__(self, device: GateDevice, path: Path, size: Size, timing: Timing) -> None:
         self.device = device
         self.path = path
-        self.delay_s = delay_s
+        self.timing = timing
         self._whole = device.make_pages(Size(size.num_pages + 2, size.page_bytes))
         self.room = Room(self._whole[1:-1], size.num_pages + _SPARE_ROWS)
         self.late = device.make_pages(size)
@@ -106,7 +118,16 @@ class Subject:
 
     def compare_host(self, epoch: Epoch) -> Comparison:
         """Compare the host's rows as they are now."""
-        return compare(self.host.numpy()[self.rows], Rows(self.blocks, epoch))
+        return self.compare_rows(self.copy_of_host(), epoch)
+
+    def copy_of_host(self) -> NDArray[np.uint8]:
+        """Return the host's rows as they are now, in the order of the pairs."""
+        # The last first: they are what a copy that has not ended lacks.
+        return self.host.numpy()[self.rows[::-1]][::-1]
+
+    def compare_rows(self, rows: NDArray[np.uint8], epoch: Epoch) -> Comparison:
+        """Compare rows in the order of the pairs."""
+        return compare(rows, Rows(self.blocks, epoch))
 
     def compare_pages(self, epoch: Epoch) -> Comparison:
         """Compare the device's pages as they are now."""
@@ -138,15 +159,34 @@ class Subject:
     # ------------------------------------------------------------ calls
 
     def call(self, direction: Direction, where: Where, hold: Hold | None = None) -> Call:
-        """Call the path with a stream current; what is passed to it is taken away at once."""
-        pairs = list(self.pairs)
+        """Call the path with a stream current."""
+        return self.call_with(list(self.pairs), direction, where, hold)
+
+    def call_with(
+        self,
+        pairs: list[tuple[int, int]],
+        direction: Direction,
+        where: Where,
+        hold: Hold | None,
+    ) -> Call:
+        """Call the path with a list of pairs that the caller may change afterwards."""
         with self.device.on(where):
             completion = self.path.copy(direction, pairs)
             was_blocked = hold is not None and hold.is_open()
             is_by_stream = self.path.promise is Promise.STREAM
             point = self.device.point() if is_by_stream else None
-        pairs.clear()
         return Call(completion, point, was_blocked)
+
+    def settle(self, call: Call, hold: Hold) -> str | None:
+        """Let everything end; return what is wrong if the path never says that it has."""
+        hold.release()
+        is_done = call.wait(self.timing.done_s)
+        self.device.synchronize()
+        return None if is_done else self.never_done()
+
+    def never_done(self) -> str:
+        """Say that a call has not ended."""
+        return f"not done within {self.timing.done_s:g} s"
 
     def is_done_early(self, call: Call, hold: Hold, limit_s: float) -> bool:
         """Say whether the path tells that it is done while the hold is still closed."""
@@ -155,13 +195,13 @@ class Subject:
         return call.is_done() and not hold.is_open()
 
 
-def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+def poll(condition: Callable[[], bool], timeout_s: float, *, pause_s: float = _POLL_S) -> bool:
     """Wait until ``condition`` holds; False when the time ran out."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
     return True
 
 
