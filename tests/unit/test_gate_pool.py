@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millpond.arena.arena import Arena
+from millpond.gate.errors import NoGpu
 from millpond.gate.pool_device import (
     NUM_LAYERS,
     SLOT_STEP_BYTES,
@@ -22,7 +23,6 @@ from millpond.gate.pool_device import (
 from millpond.gate.pool_errors import NotRegistered, PoolFault
 from millpond.gate.pool_pattern import POISON, Stamp, describe_word, expected_words
 from millpond.gate.pool_slots import check_full, check_slots, is_free
-from millpond.model.errors import SetupError
 from millpond.model.limits import KIB, MIB
 from millpond.transfer.copies import Direction
 from millpond.transfer.cpu import CpuDevice
@@ -159,7 +159,7 @@ def test_a_failed_registration_is_an_error_with_the_remedy(arena: Arena) -> None
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named() -> None:
     assert pick_device("auto") == "cpu"
-    with pytest.raises(SetupError, match="no CUDA device"):
+    with pytest.raises(NoGpu, match="no CUDA device"):
         pick_device("cuda")
 
 

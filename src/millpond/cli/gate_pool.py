@@ -17,6 +17,7 @@ from millpond.cli.output import ProgressLine, print_json, stderr, stdout
 from millpond.cli.up import show_start
 from millpond.config import PoolConfig, format_size
 from millpond.config.values import parse_size
+from millpond.gate.errors import NoPackage
 from millpond.launch.system import System, SystemOptions
 from millpond.model.errors import ConfigError
 
@@ -42,6 +43,10 @@ class PoolChecked:
     """What ``gate pool`` found; ``report`` is its JSON data."""
 
     report: "PoolReport"
+
+    def error(self) -> Exception | None:
+        """Return what the command has to end with, or None."""
+        return None if self.report.fault is None else AnswerIsNo(self.report.fault)
 
     def summary(self) -> str:
         """Return the result in one line."""
@@ -104,8 +109,9 @@ def gate_pool(context: Context, *, as_json: bool, **flags: object) -> None:
     else:
         stdout.print(_table(checked.report))
         stdout.print(checked.summary(), markup=False)
-    if checked.report.fault is not None:
-        raise AnswerIsNo(checked.report.fault)
+    error = checked.error()
+    if error is not None:
+        raise error
 
 
 def check_pool(context: Context, asked: AskedPool) -> PoolChecked:
@@ -113,10 +119,13 @@ def check_pool(context: Context, asked: AskedPool) -> PoolChecked:
     if asked.size is not None and asked.socket is not None:
         raise click.UsageError("--size starts a pool and --socket names a running one: give one")
     sizes = _slot_sizes(asked.slot_sizes)
-    # Not above: torch takes seconds to import.
-    from millpond.gate.pool import DEFAULT_SLOT_SIZES, PoolCheck, PoolCheckOptions
-    from millpond.gate.pool_device import SLOT_STEP_BYTES, pick_device
-    from millpond.gate.pool_pattern import SLOT_BYTES_MAX
+    try:
+        # Not above: torch takes seconds to import, and may be missing.
+        from millpond.gate.pool import DEFAULT_SLOT_SIZES, PoolCheck, PoolCheckOptions
+        from millpond.gate.pool_device import SLOT_STEP_BYTES, pick_device
+        from millpond.gate.pool_pattern import SLOT_BYTES_MAX
+    except ImportError as error:
+        raise NoPackage(f"the gate needs torch, which comes with the engine: {error}") from error
 
     for slot_bytes in sizes:
         if slot_bytes % SLOT_STEP_BYTES or not 0 < slot_bytes <= SLOT_BYTES_MAX:

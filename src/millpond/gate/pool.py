@@ -135,7 +135,7 @@ class PoolCheck:
         """Return what was found; a ``fault`` ends the check.
 
         Raises ``PoolInUse`` for a pool that is not empty, or that somebody else joins
-        meanwhile, ``NotRegistered``, ``OutOfDeviceMemory``, and ``ExpectedError`` where the
+        meanwhile, ``NotRegistered``, ``TooLittleMemory``, and ``ExpectedError`` where the
         daemon or the second client is away or late.
         """
         with AdminClient.connect(self.options.socket, timeout_s=_ADMIN_TIMEOUT_S) as admin:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from millpond.arena.arena import Arena
-from millpond.gate.pool_errors import NotRegistered, OutOfDeviceMemory
+from millpond.gate.errors import NoGpu, TooLittleMemory
+from millpond.gate.pool_errors import NotRegistered
 from millpond.gate.pool_pattern import POISON, Difference, Stamp, expected_words
-from millpond.model.errors import RequestTimedOut, SetupError
+from millpond.model.errors import RequestTimedOut
 from millpond.model.layout import LayerPages, PageGeometry, PartLayout, Segment
 from millpond.model.limits import BLOCKS_PER_RESERVE_MAX, GIB, MIB
 from millpond.transfer.copies import Copies, Direction, LayerMemory, plan_copies
@@ -54,10 +55,10 @@ class CheckedDevice:
 
 
 def pick_device(wanted: str) -> str:
-    """Return ``cpu`` or ``cuda`` for ``wanted``, which may be ``auto``; raises ``SetupError``."""
+    """Return ``cpu`` or ``cuda`` for ``wanted``, which may be ``auto``; raises ``NoGpu``."""
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
-        raise SetupError("torch finds no CUDA device here: use --device cpu")
+        raise NoGpu("torch finds no CUDA device here: use --device cpu")
     return ("cuda" if has_gpu else "cpu") if wanted == "auto" else wanted
 
 
@@ -168,7 +169,7 @@ class Buffer:
         try:
             self.words = torch.empty(num_bytes // WORD_BYTES, dtype=torch.int64, device=self.place)
         except torch.cuda.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(
+            raise TooLittleMemory(
                 f"the GPU has no {4 * num_bytes // MIB} MiB for the check's own pages: "
                 "stop what uses it, or use another one (CUDA_VISIBLE_DEVICES)"
             ) from error

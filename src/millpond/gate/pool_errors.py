@@ -11,9 +11,5 @@ class NotRegistered(SetupError):
     """The arena could not be registered with the GPU; copies would be slow and block the host."""
 
 
-class OutOfDeviceMemory(SetupError):
-    """The device has no room for the check's own pages."""
-
-
 class PoolFault(Exception):
     """The check found something wrong; the message says what, and where it shows first."""

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
 from typing import Final, NamedTuple, Self
 
+from millpond.gate.errors import CannotTest
 from millpond.gate.pool_client import Chunk, ClientSpec, PoolClient
 from millpond.gate.pool_device import Moved, open_device
 from millpond.gate.pool_errors import PoolFault
@@ -126,7 +127,7 @@ def _attempt(work: Callable[[], Answer]) -> Answer:
         return work()
     except PoolFault as fault:
         return Answer(fault=str(fault))
-    except (MillpondError, RuntimeError) as error:  # torch raises the latter
+    except (MillpondError, CannotTest, RuntimeError) as error:  # torch raises the latter
         return Answer(error=str(error))
 
 

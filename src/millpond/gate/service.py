@@ -1,0 +1,129 @@
+"""The service regression: two real replicas give the same answers with the pool off and on.
+
+Greedy, token by token, with log-probabilities equal within a tolerance. A model in which wrong
+data changes the output is needed for that to say anything: the control is the case
+``corruption``, which overwrites one page in the pool and must see another answer.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+import httpx
+
+from millpond.gate.service_cases import Case
+from millpond.gate.service_pair import CannotCheck, Mismatch
+from millpond.model.errors import ConfigError, ExpectedError
+
+TOLERANCE: Final = 0.25
+"""Largest difference of a log-probability between a computed and a cached request that counts
+as equal: the engine cuts the two into other steps, and rounding to 8 bits of logits of about 8
+moves a log-probability by several hundredths."""
+
+ANYWHERE: Final = (
+    "cold",
+    "local-hit",
+    "moved-hit",
+    "partial-hit",
+    "block-multiples",
+    "concurrent",
+    "cancel-load",
+)
+"""Cases that need nothing but requests."""
+LAUNCHED_ONLY: Final = (
+    "preemption",
+    "killed-store",
+    "killed-load",
+    "daemon-restart",
+    "corruption",
+)
+"""Cases that need control over the processes."""
+CASES: Final = (*ANYWHERE, *LAUNCHED_ONLY)
+
+
+class CaseVerdict(enum.StrEnum):
+    """What a case came to."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One case: ``why`` says what it shows, or what is wrong or missing."""
+
+    name: str
+    verdict: CaseVerdict
+    why: str
+    num_compared: int
+
+
+@dataclass(slots=True)
+class ServiceReport:
+    """All cases that were asked for, checked or not."""
+
+    mode: str
+    how_off: str
+    replicas: list[str]
+    block_tokens: int
+    tolerance: float
+    seed: int
+    num_close_calls: int = 0
+    cases: list[CaseResult] = field(default_factory=list[CaseResult])
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return asdict(self)
+
+    def with_verdict(self, verdict: CaseVerdict) -> list[CaseResult]:
+        """Return the cases that came to ``verdict``."""
+        return [case for case in self.cases if case.verdict is verdict]
+
+
+def choose_cases(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that are asked for, in order; raises ``ConfigError`` for unknown ones."""
+    unknown = [name for name in (*only, *skip) if name not in CASES]
+    if unknown:
+        raise ConfigError(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    chosen = tuple(name for name in CASES if (not only or name in only) and name not in skip)
+    if not chosen:
+        raise ConfigError("--only and --skip leave no case to check")
+    return chosen
+
+
+def run_cases(
+    report: ServiceReport,
+    names: Sequence[str],
+    cases: Sequence[Case],
+    *,
+    on_step: Callable[[str], None],
+    before_each: Callable[[], None],
+) -> None:
+    """Check the cases of these names, in that order, and add what came of each to ``report``."""
+    known = {case.name: case for case in cases}
+    for name in names:
+        if name not in known:
+            why = "it needs control over the processes: use --launch"
+            report.cases.append(CaseResult(name, CaseVerdict.NOT_CHECKED, why, 0))
+            continue
+        on_step(name)
+        before_each()
+        report.cases.append(_result(known[name]))
+
+
+def _result(case: Case) -> CaseResult:
+    try:
+        num_compared = case.run()
+    except Mismatch as mismatch:
+        return CaseResult(case.name, CaseVerdict.FAILED, str(mismatch), 0)
+    except CannotCheck as reason:
+        return CaseResult(case.name, CaseVerdict.NOT_CHECKED, str(reason), 0)
+    except (httpx.HTTPError, ExpectedError, ValueError) as error:
+        # A request that ends in an error is what the pool must never cause.
+        why = f"a request failed: {type(error).__name__}: {error}"
+        return CaseResult(case.name, CaseVerdict.FAILED, why, 0)
+    if not num_compared:
+        return CaseResult(case.name, CaseVerdict.NOT_CHECKED, "no token was compared", 0)
+    return CaseResult(case.name, CaseVerdict.PASSED, case.what, num_compared)

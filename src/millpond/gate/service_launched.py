@@ -1,0 +1,246 @@
+"""The cases that need control over the processes: a pool and two replicas started for them.
+
+Each copy is held back for a moment on a CPU, so that what is to happen during a copy does, and
+the replicas have little memory of their own, so that they preempt. On a GPU copies cannot be
+held back; a case that comes too late says so.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+import httpx
+
+from millpond.config import PoolConfig
+from millpond.gate.corruption import corruption
+from millpond.gate.service_cases import Case, moved, wait_for_lease
+from millpond.gate.service_pair import (
+    A,
+    B,
+    CannotCheck,
+    Mismatch,
+    Pair,
+    PairOptions,
+    Place,
+    new_salt,
+)
+from millpond.launch.demo import ENGINE_ENVIRON
+from millpond.launch.system import Progress, System, SystemOptions
+from millpond.launch.tiny import HYBRID_ENGINE_ARGS, make_hybrid
+from millpond.model.limits import MIB
+
+BLOCK_TOKENS: Final = 256
+COPY_DELAY_S: Final = 0.3
+POOL_BYTES: Final = 64 * MIB
+_ENGINE_BLOCKS: Final = 48
+"""Memory of a replica: some five of eight requests at once."""
+_ENGINE_ARGS: Final = (
+    *HYBRID_ENGINE_ARGS,
+    *("--max-model-len", "4096", "--max-num-seqs", "16"),
+    *("--num-gpu-blocks-override", str(_ENGINE_BLOCKS)),
+)
+_NUM_PREEMPTED: Final = 8
+_PREEMPTED_TOKENS: Final = 60
+_JOIN_S_MAX: Final = 120.0
+_THREAD_S_MAX: Final = 120.0
+_PREEMPTIONS: Final = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+class Launched:
+    """A running system of two replicas with the tiny hybrid model, and the pair to ask."""
+
+    def __init__(self, system: System, pair: Pair) -> None:
+        self.system = system
+        self.pair = pair
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the cases that need this."""
+        for name, what, run in (
+            ("preemption", "more requests at once than the replica has memory for", self._preempt),
+            ("killed-store", "a replica killed while it stores", lambda: self._kill("store")),
+            ("killed-load", "a replica killed while it loads", lambda: self._kill("load")),
+            ("daemon-restart", "the daemon killed under a load, and started anew", self._restart),
+            (
+                "corruption",
+                "one page in the pool overwritten: the output must change",
+                lambda: corruption(self.pair),
+            ),
+        ):
+            yield Case(name, what, run)
+
+    def revive(self) -> None:
+        """Start what has ended, and wait until all take part; raises ``SetupError``."""
+        if self.system.pool_process.status is not None:
+            self.system.restart_pool()
+        for replica in self.system.replicas:
+            if replica.process.status is not None:
+                self.system.restart_replica(replica.name)
+        self.wait_joined(A, B)
+
+    def wait_joined(self, *names: str) -> None:
+        """Wait until these replicas take part in the pool."""
+        wanted = {(name, role) for name in names for role in ("scheduler", "worker")}
+
+        def have_joined() -> bool:
+            with self.pair.admin() as admin:
+                service = cast("Mapping[str, Any]", admin.status()["service"])
+            return {(client["replica"], client["role"]) for client in service["clients"]} >= wanted
+
+        self.pair.wait_until(
+            have_joined, "a replica has not joined the pool", timeout_s=_JOIN_S_MAX
+        )
+
+    # -------------------------------------------------------------- cases
+
+    def _preempt(self) -> int:
+        pair = self.pair
+        # Each answer crosses the end of a block, for which another one is needed.
+        prompts = [pair.prompt(3 * BLOCK_TOKENS - 10 - 5 * i) for i in range(_NUM_PREEMPTED)]
+        salts = [new_salt() for _ in prompts]
+        references = [
+            pair.reference(ids, replica=B, num_tokens=_PREEMPTED_TOKENS) for ids in prompts
+        ]
+        for ids, salt in zip(prompts[:3], salts[:3], strict=True):
+            pair.ask(B, ids, salt, num_tokens=1)
+        pair.settle()
+        before = self._num_preemptions(A)
+        answers = pair.ask_all(
+            A, list(zip(prompts, salts, strict=True)), num_tokens=_PREEMPTED_TOKENS
+        )
+        if self._num_preemptions(A) == before:
+            raise CannotCheck("the replica preempted nothing")
+        if not any(pair.report(answer).loaded_tokens for answer in answers):
+            raise Mismatch("none of the requests loaded its prefix")
+        pair.settle()
+        return sum(
+            pair.compare_to_a_close_call(answer, reference, f"request {i} of a crowd")
+            for i, (answer, reference) in enumerate(zip(answers, references, strict=True))
+        )
+
+    def _kill(self, kind: Literal["store", "load"]) -> int:
+        pair = self.pair
+        ids, salt = pair.prompt(3 * BLOCK_TOKENS + 20), new_salt()
+        reference = pair.reference(ids, replica=B)
+        if kind == "load":
+            pair.ask(B, ids, salt)
+            pair.settle()
+        asking = _ask_in_vain(pair, ids, salt)
+        was_copying = wait_for_lease(pair, kind)
+        self.system.kill_replica(A)
+        asking.join()
+        pair.settle()
+        states = pair.pool()["num_slots"]
+        if states["reserved"] or states["quarantined"]:
+            raise Mismatch(f"a dead replica's slots are not free: {states}")
+        num_compared = pair.compare(pair.ask(B, ids, salt), reference, "at the other replica")
+        self.revive()
+        num_compared += moved(pair, 2 * BLOCK_TOKENS + 30, "after a restart", B, A)
+        if not was_copying:
+            raise CannotCheck(f"no {kind} was in flight when the replica was killed")
+        return num_compared
+
+    def _restart(self) -> int:
+        pair = self.pair
+        ids, salt = pair.prompt(2 * BLOCK_TOKENS + 20), new_salt()
+        reference = pair.reference(ids)
+        pair.ask(A, ids, salt)
+        pair.settle()
+        answers: list[int] = []
+
+        def ask() -> None:
+            answers.append(
+                pair.compare(pair.ask(B, ids, salt), reference, "while the daemon was killed")
+            )
+
+        asking = _Asking(ask)
+        was_loading = wait_for_lease(pair, "load")
+        self.system.kill_pool()
+        asking.join()
+        alone = pair.compare(pair.ask(A, ids, new_salt()), reference, "without a daemon")
+        self.system.restart_pool()
+        self.wait_joined(A, B)
+        num_compared = sum(answers) + alone
+        for writer, reader in ((A, B), (B, A)):
+            num_compared += moved(pair, 2 * BLOCK_TOKENS + 30, "after the restart", writer, reader)
+        if not was_loading:
+            raise CannotCheck("no load was in flight when the daemon was killed")
+        return num_compared
+
+    def _num_preemptions(self, name: str) -> float:
+        answer = httpx.get(f"{self.system.replica(name).url}/metrics", trust_env=False)
+        found = _PREEMPTIONS.findall(answer.text)
+        if not found:
+            raise CannotCheck("the replica does not count preemptions")
+        return sum(map(float, found))
+
+
+class _Asking:
+    """A request in a thread of its own; ``join`` raises what it raised."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
+        self._thread.start()
+
+    def _run(self, ask: Callable[[], None]) -> None:
+        try:
+            ask()
+        except (httpx.HTTPError, ValueError, Mismatch) as error:
+            self._error = error
+
+    def join(self) -> None:
+        self._thread.join(_THREAD_S_MAX)
+        if self._thread.is_alive():
+            raise Mismatch(f"a request was not answered in {_THREAD_S_MAX:g} s")
+        if self._error is not None:
+            raise self._error
+
+
+def _ask_in_vain(pair: Pair, ids: Sequence[int], salt: str) -> _Asking:
+    """Ask a replica that is going to die under the request."""
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError, ValueError):
+            pair.ask(A, ids, salt, num_tokens=64)
+
+    return _Asking(ask)
+
+
+def launch(
+    folder: Path,
+    *,
+    device: Literal["cpu", "cuda"],
+    environ: Mapping[str, str],
+    logs: Path | None,
+    on_progress: Progress,
+) -> System:
+    """Return a system to start, whose model and socket lie in ``folder``, a short path."""
+    return System(
+        SystemOptions(
+            model=str(make_hybrid(folder / "model", seed=1).path),
+            num_replicas=2,
+            device=device,
+            environ={**environ, **ENGINE_ENVIRON},
+            pool=PoolConfig(folder / "pool.sock", POOL_BYTES, None),
+            engine_args=_ENGINE_ARGS,
+            connector={"copy_delay_s": COPY_DELAY_S},
+            run_dir=logs,
+        ),
+        on_progress=on_progress,
+    )
+
+
+def pair_of(system: System, *, tolerance: float, seed: int, on_step: Callable[[str], None]) -> Pair:
+    """Return what asks a launched system's replicas."""
+    places = {r.name: Place(r.url, r.model, 4096) for r in system.replicas}
+    options = PairOptions(
+        socket=str(system.socket),
+        block_tokens=BLOCK_TOKENS,
+        tolerance=tolerance,
+        seed=seed,
+        is_own=True,
+    )
+    return Pair(places, options, on_step)

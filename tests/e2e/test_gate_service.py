@@ -1,0 +1,121 @@
+"""``gate service`` on real replicas: it passes where all is right, and sees what is planted."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millpond.cli import run
+from millpond.cli.exits import Exit
+from millpond.gate import corruption as corruption_module
+from millpond.gate.corruption import corruption
+from millpond.gate.service import CASES, LAUNCHED_ONLY
+from millpond.gate.service_cases import cases_for
+from millpond.gate.service_launched import pair_of
+from millpond.gate.service_pair import Mismatch, Pair
+from millpond.launch.engine_client import Completion
+from tests.e2e.engines import Replicas
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def pair(hybrid: Replicas) -> Pair:
+    return pair_of(hybrid.system, tolerance=0.1, seed=11, on_step=lambda _: None)
+
+
+def gate_service(
+    capsys: pytest.CaptureFixture[str], *options: str, code: Exit = Exit.OK
+) -> dict[str, Any]:
+    """Run the command and return its cases by name."""
+    assert run(["gate", "service", "--json", *options], dict(os.environ)) == code
+    data = json.loads(capsys.readouterr().out)["data"]
+    return {case["name"]: case for case in data["cases"]}
+
+
+# ---------------------------------------------------------------- launched
+
+
+def test_a_quick_launch_passes_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        options = [f"--only={name}" for name in ("cold", "moved-hit", "cancel-load", "corruption")]
+        cases = gate_service(capsys, "--launch", *options)
+        assert list(Path(folder).iterdir()) == []
+    assert list(cases) == ["cold", "moved-hit", "cancel-load", "corruption"]
+    assert {case["verdict"] for case in cases.values()} == {"passed"}
+    assert all(case["num_compared"] > 0 for case in cases.values())
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(3600)
+def test_all_cases_of_a_launch_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = gate_service(capsys, "--launch")
+    assert list(cases) == list(CASES)
+    assert {case["verdict"] for case in cases.values()} == {"passed"}
+
+
+# ---------------------------------------------------------------- running replicas
+
+
+def test_running_replicas_are_checked_as_far_as_requests_go(
+    hybrid: Replicas, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--socket", str(hybrid.system.socket)]
+    where += [f"--url={hybrid.system.replica(name).url}" for name in "ab"]
+    chosen = ("local-hit", "moved-hit", "block-multiples", "concurrent")
+    cases = gate_service(capsys, *where, *(f"--only={name}" for name in chosen))
+    assert {case["verdict"] for case in cases.values()} == {"passed"}
+    # What needs the processes is not checked, and that is no success.
+    rest = [f"--only={name}" for name in ("cold", *LAUNCHED_ONLY)]
+    cases = gate_service(capsys, *where, *rest, code=Exit.NOT_CHECKED)
+    verdicts = {name: case["verdict"] for name, case in cases.items()}
+    assert verdicts == {"cold": "passed"} | dict.fromkeys(LAUNCHED_ONLY, "not checked")
+
+
+def test_replicas_that_share_no_pool_are_named(
+    hybrid: Replicas, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both URLs name one replica: nothing moves."""
+    where = ["--socket", str(hybrid.system.socket)]
+    where += [f"--url={hybrid.system.replica('a').url}"] * 2
+    assert run(["gate", "service", *where], dict(os.environ)) == Exit.NO
+    assert "loaded nothing" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- planted
+
+
+@pytest.mark.parametrize("name", ["local-hit", "moved-hit", "partial-hit"])
+def test_another_answer_with_the_pool_fails_the_case(
+    pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of each prompt differs where the pool is on."""
+    honest = Pair.ask
+
+    def ask(self: Pair, replica: str, ids: Sequence[int], salt: str, **rest: int) -> Completion:
+        return honest(self, replica, [ids[0] ^ 1, *ids[1:]], salt, **rest)
+
+    monkeypatch.setattr(Pair, "ask", ask)
+    case = next(case for case in cases_for(pair) if case.name == name)
+    with pytest.raises(Mismatch, match="without the pool"):
+        case.run()
+
+
+def test_a_corrupted_page_is_seen(pair: Pair) -> None:
+    assert corruption(pair) > 0
+
+
+def test_a_corruption_that_nobody_sees_fails_the_case(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corruption_module, "_corrupt", lambda *_: None)
+    with pytest.raises(Mismatch, match="cannot see"):
+        corruption(pair)

@@ -1,0 +1,194 @@
+"""The service regression's judgement: what counts as the same, and what comes of a case."""
+
+import os
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from millpond.cli import run
+from millpond.cli.exits import AnswerIsNo, Exit, NotAllChecked
+from millpond.cli.gate_service import ServiceChecked
+from millpond.gate.service import (
+    ANYWHERE,
+    CASES,
+    LAUNCHED_ONLY,
+    TOLERANCE,
+    CaseVerdict,
+    ServiceReport,
+    choose_cases,
+    run_cases,
+)
+from millpond.gate.service_cases import Case, cases_for
+from millpond.gate.service_pair import CannotCheck, Mismatch, Pair, PairOptions, Place
+from millpond.launch.engine_client import Completion
+from millpond.model.errors import ConfigError, DaemonGone
+
+
+def answer(tokens: list[int], odds: list[float]) -> Completion:
+    return Completion("r", tuple(tokens), tuple(odds), 0.1, 0.2)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    options = PairOptions(socket="none", block_tokens=256, tolerance=0.1, seed=1, is_own=True)
+    places = {"a": Place("http://x", "m", 1000), "b": Place("http://y", "m")}
+    return Pair(places, options, lambda _: None)
+
+
+# ---------------------------------------------------------------- the same
+
+
+def test_equal_answers_are_counted(pair: Pair) -> None:
+    mine, theirs = answer([1, 2, 3], [-1.0, -2.0, -3.0]), answer([1, 2, 3], [-1.09, -2.0, -2.91])
+    assert pair.compare(mine, theirs, "x") == 3
+    assert not pair.is_changed(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "odds", "words"),
+    [
+        ([1, 2, 4], [-1.0, -2.0, -3.0], r"tokens \[1, 2, 4\], \[1, 2, 3\] without the pool"),
+        ([1, 2, 3], [-1.0, -2.0, -3.11], "differs by 0.1100"),
+    ],
+)
+def test_other_answers_are_a_mismatch(
+    pair: Pair, tokens: list[int], odds: list[float], words: str
+) -> None:
+    with pytest.raises(Mismatch, match=f"a case: .*{words}"):
+        pair.compare(answer(tokens, odds), answer([1, 2, 3], [-1.0, -2.0, -3.0]), "a case")
+
+
+def test_a_change_is_more_than_twice_the_tolerance(pair: Pair) -> None:
+    first = answer([1], [-1.0])
+    assert not pair.is_changed(answer([1], [-1.19]), first)
+    assert pair.is_changed(answer([1], [-1.21]), first)
+    assert pair.is_changed(answer([2], [-1.0]), first)
+
+
+def test_a_close_call_ends_the_comparison(pair: Pair) -> None:
+    reference = answer([1, 2, 3], [-1.0, -2.0, -3.0])
+    assert pair.compare_to_a_close_call(answer([1, 9, 9], [-1.0, -2.05, -9.0]), reference, "") == 1
+    assert pair.num_close_calls == 1
+    with pytest.raises(Mismatch):
+        pair.compare_to_a_close_call(answer([1, 9, 9], [-1.0, -2.2, -9.0]), reference, "")
+    with pytest.raises(Mismatch):
+        pair.compare_to_a_close_call(answer([1, 2, 3], [-1.2, -2.0, -3.0]), reference, "")
+    assert pair.compare_to_a_close_call(reference, reference, "") == 3
+    assert pair.num_close_calls == 1
+
+
+def test_prompts_follow_the_seed_and_fit(pair: Pair) -> None:
+    other = Pair(pair.places, pair.options, lambda _: None)
+    first = pair.prompt(300)
+    assert other.prompt(300) == first != pair.prompt(300)
+    with pytest.raises(CannotCheck, match="take 1000 tokens"):
+        pair.prompt(800)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(255, 0), (256, 0), (257, 256), (513, 512)])
+def test_whole_blocks_and_never_the_last_token(pair: Pair, num_tokens: int, expected: int) -> None:
+    assert pair.full_blocks(num_tokens) == expected
+
+
+# ---------------------------------------------------------------- cases
+
+
+def report() -> ServiceReport:
+    return ServiceReport("a test", "", [], 256, TOLERANCE, 1)
+
+
+def raising(error: Exception) -> Callable[[], int]:
+    def work() -> int:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "verdict", "why"),
+    [
+        (lambda: 5, CaseVerdict.PASSED, "what it shows"),
+        (lambda: 0, CaseVerdict.NOT_CHECKED, "no token was compared"),
+        (raising(Mismatch("other tokens")), CaseVerdict.FAILED, "other tokens"),
+        (raising(CannotCheck("too quick")), CaseVerdict.NOT_CHECKED, "too quick"),
+        (raising(httpx.ReadTimeout("late")), CaseVerdict.FAILED, "ReadTimeout: late"),
+        (raising(DaemonGone("gone")), CaseVerdict.FAILED, "DaemonGone: gone"),
+        (raising(ValueError("no tokens")), CaseVerdict.FAILED, "no tokens"),
+    ],
+)
+def test_what_comes_of_a_case(work: Callable[[], int], verdict: CaseVerdict, why: str) -> None:
+    made = report()
+    steps: list[str] = []
+    case = Case("cold", "what it shows", work)
+    run_cases(
+        made, ["cold"], [case], on_step=steps.append, before_each=lambda: steps.append("before")
+    )
+    (result,) = made.cases
+    assert (result.name, result.verdict) == ("cold", verdict)
+    assert why in result.why
+    assert steps == ["cold", "before"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "error"),
+    [
+        (["passed"], None),
+        (["passed", "not checked"], NotAllChecked),
+        (["not checked", "failed", "passed"], AnswerIsNo),
+    ],
+)
+def test_only_a_full_pass_ends_without_an_error(
+    verdicts: list[str], error: type[Exception] | None
+) -> None:
+    works = {"passed": lambda: 1, "not checked": lambda: 0, "failed": raising(Mismatch("bad"))}
+    made = report()
+    names = CASES[: len(verdicts)]
+    cases = [Case(name, "", works[v]) for name, v in zip(names, verdicts, strict=True)]
+    run_cases(made, names, cases, on_step=lambda _: None, before_each=lambda: None)
+    found = ServiceChecked(made).error()
+    assert found is None if error is None else type(found) is error
+
+
+def test_what_needs_processes_is_listed_as_not_checked(pair: Pair) -> None:
+    assert {case.name for case in cases_for(pair)} == set(ANYWHERE)
+    made = report()
+    run_cases(made, LAUNCHED_ONLY, [], on_step=lambda _: None, before_each=lambda: None)
+    assert [case.name for case in made.cases] == list(LAUNCHED_ONLY)
+    assert {case.verdict for case in made.cases} == {CaseVerdict.NOT_CHECKED}
+    assert "--launch" in made.cases[0].why
+    assert isinstance(ServiceChecked(made).error(), NotAllChecked)
+
+
+def test_cases_are_chosen_by_name() -> None:
+    assert choose_cases((), ()) == CASES
+    assert choose_cases(("moved-hit", "cold"), ()) == ("cold", "moved-hit")
+    assert choose_cases((), ("cold",)) == CASES[1:]
+    with pytest.raises(ConfigError, match="no case 'warm'"):
+        choose_cases((), ("warm",))
+    with pytest.raises(ConfigError, match="leave no case"):
+        choose_cases(("cold",), ("cold",))
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ([], Exit.USAGE, "--launch"),
+        (["--launch", "--url", "http://127.0.0.1:1"], Exit.USAGE, "--launch"),
+        (["--url", "http://127.0.0.1:1"], Exit.USAGE, "twice"),
+        (["--launch", "--only", "warm"], Exit.USAGE, "no case 'warm'"),
+        (
+            ["--url", "http://127.0.0.1:1"] * 2,
+            Exit.AWAY,
+            "no replica answers at http://127.0.0.1:1",
+        ),
+    ],
+)
+def test_what_cannot_begin_is_named(
+    options: list[str], code: Exit, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["gate", "service", *options], dict(os.environ)) == code
+    assert words in capsys.readouterr().err
