@@ -134,6 +134,17 @@ def test_whoever_finds_it_next_changes_nothing(shared: Shared) -> None:
     assert shared.checks() == {"num_slots_checked": 3, "num_slots_damaged": 1}
 
 
+def test_all_are_named_though_some_leave_with_others(shared: Shared) -> None:
+    lease_id, lease = shared.pin()
+    offsets = [pages_of(lease)[1], pages_of(lease)[3], lease.offsets[1][-1]]
+    found = shared.tell(lease_id, *offsets)
+    keys = [chain(num_blocks)[-KEY_BYTES:] for num_blocks in (2, 4, 4)]
+    assert [(each.offset_bytes, each.key) for each in found] == list(
+        zip(offsets, keys, strict=True)
+    )
+    shared.release(lease_id)
+
+
 def test_it_stays_out_of_use_if_its_block_had_left_already(shared: Shared) -> None:
     lease_id, lease = shared.pin()
     offset = pages_of(lease)[0]

@@ -162,7 +162,7 @@ class WorkerSide:
         if client is not None and error is None:
             checked = self._checksums.check(client.arena, _summed(job))
             if checked.damaged:
-                error = f"{len(checked.damaged)} slots have other bytes than were stored"
+                error = f"slots with other bytes than were stored: {len(checked.damaged)}"
         # guards: the slots may be reused once released: the last byte has been read (E5).
         self._finish(job, client, checked, ok=error is None)
         with self._lock:

@@ -57,7 +57,9 @@ def condemn(
         found.append(Damage(offset, part.number, key, writer, lease.session.replica))
         table.damaged.add(slot)
         table.num_holds[slot] += 1
-        if node:
+    for damage in found:  # now that all are named: one may leave with another
+        part, slot = held[damage.offset_bytes]
+        if node := part.table.node[slot]:
             _remove(store, part, index, node)
     return found
 
