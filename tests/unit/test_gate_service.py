@@ -66,16 +66,33 @@ def test_a_change_is_more_than_twice_the_tolerance(pair: Pair) -> None:
     assert pair.is_changed(answer([2], [-1.0]), first)
 
 
-def test_a_close_call_ends_the_comparison(pair: Pair) -> None:
-    reference = answer([1, 2, 3], [-1.0, -2.0, -3.0])
-    assert pair.compare_to_a_close_call(answer([1, 9, 9], [-1.0, -2.05, -9.0]), reference, "") == 1
+def test_after_a_close_call_the_rest_is_compared_with_what_follows_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[int], int]] = []
+    replies = {2: answer([1, 2, 3], [-1.0, -2.0, -3.0]), 4: answer([8], [-0.5])}
+
+    def reference(ids: list[int], *, replica: str, num_tokens: int) -> Completion:
+        asked.append((ids, num_tokens))
+        return replies[len(ids)]
+
+    monkeypatch.setattr(pair, "reference", reference)
+
+    def compare(tokens: list[int], odds: list[float]) -> int:
+        return pair.compare_in_batch([70, 71], answer(tokens, odds), "x", replica="b")
+
+    assert compare([1, 2, 3], [-1.0, -2.05, -3.0]) == 3
+    assert pair.num_close_calls == 0
+    assert compare([1, 9, 8], [-1.0, -2.05, -0.55]) == 3
     assert pair.num_close_calls == 1
-    with pytest.raises(Mismatch):
-        pair.compare_to_a_close_call(answer([1, 9, 9], [-1.0, -2.2, -9.0]), reference, "")
-    with pytest.raises(Mismatch):
-        pair.compare_to_a_close_call(answer([1, 2, 3], [-1.2, -2.0, -3.0]), reference, "")
-    assert pair.compare_to_a_close_call(reference, reference, "") == 3
-    assert pair.num_close_calls == 1
+    assert asked == [([70, 71], 3), ([70, 71], 3), ([70, 71, 1, 9], 1)]
+    for tokens, odds in (
+        ([1, 2, 3], [-1.2, -2.0, -3.0]),  # other odds
+        ([1, 9, 8], [-1.0, -2.2, -0.5]),  # not a close call
+        ([1, 9, 8], [-1.0, -2.05, -0.7]),  # something else after it
+    ):
+        with pytest.raises(Mismatch):
+            compare(tokens, odds)
 
 
 def test_prompts_follow_the_seed_and_fit(pair: Pair) -> None:

@@ -5,14 +5,17 @@ from typing import Final
 import click
 
 from millpond.cli.context import examples
+from millpond.cli.gate_all import gate_all
 from millpond.cli.gate_order import gate_order
 from millpond.cli.gate_pool import gate_pool
 from millpond.cli.gate_service import gate_service
 
-_COMMANDS: Final[tuple[click.Command, ...]] = (gate_order, gate_pool, gate_service)
+_COMMANDS: Final[tuple[click.Command, ...]] = (gate_order, gate_pool, gate_service, gate_all)
 
 
-@click.group(epilog=examples("millpond gate order", "millpond gate pool --size 8GiB"))
+@click.group(
+    epilog=examples("millpond gate order", "millpond gate pool --size 8GiB", "millpond gate all")
+)
 def gate() -> None:
     """Check that what is moved is right: on this machine, with this engine.
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from millpond.gate.service_pair import A, B, CannotCheck, Mismatch, Pair, Place, new_salt
+from millpond.gate.service_pair import (
+    NUM_TOKENS,
+    A,
+    B,
+    CannotCheck,
+    Mismatch,
+    Pair,
+    Place,
+    new_salt,
+)
 from millpond.model.errors import ExpectedError
 
 OFFSETS: Final = (-2, -1, 0, 1, 2)
@@ -118,15 +127,13 @@ def _partial_hit(pair: Pair) -> int:
 
 def _concurrent(pair: Pair) -> int:
     ids, salt = pair.prompt(2 * pair.block + 9), new_salt()
-    reference = pair.reference(ids)
     pair.ask(A, ids, salt)
     pair.settle()
-    answers = pair.ask_all(B, [(ids, salt)] * _NUM_CONCURRENT, num_tokens=8)
-    loaded = [pair.report(answer).loaded_tokens for answer in answers]
-    if not any(loaded):
+    answers = pair.ask_all(B, [(ids, salt)] * _NUM_CONCURRENT, num_tokens=NUM_TOKENS)
+    if not any(pair.report(answer).loaded_tokens for answer in answers):
         raise Mismatch("none of the concurrent requests loaded anything")
     return sum(
-        pair.compare_to_a_close_call(answer, reference, "concurrent requests") for answer in answers
+        pair.compare_in_batch(ids, answer, "concurrent requests", replica=A) for answer in answers
     )
 
 

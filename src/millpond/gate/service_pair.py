@@ -143,19 +143,28 @@ class Pair:
         self._compare_odds(answer.logprobs, reference.logprobs, what)
         return len(answer.token_ids)
 
-    def compare_to_a_close_call(self, answer: Completion, reference: Completion, what: str) -> int:
-        """As ``compare``, for requests that the engine computed in one batch with others.
+    def compare_in_batch(
+        self, ids: Sequence[int], answer: Completion, what: str, *, replica: str
+    ) -> int:
+        """As ``compare``, for a request that the engine computed in one batch with others.
 
         There rounding differs from step to step: where two tokens are equally likely within
-        the tolerance, either may be the answer, and what follows it is not compared.
+        the tolerance, either may be the answer. What follows is compared with what ``replica``
+        says without the pool to the prompt and the answer so far.
         """
-        pairs = zip(answer.token_ids, reference.token_ids, strict=True)
-        num_same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(answer.token_ids))
-        # The first token that differs too: both were the likeliest, each by its own sums.
-        stop = min(num_same + 1, len(answer.token_ids))
-        self._compare_odds(answer.logprobs[:stop], reference.logprobs[:stop], what)
-        self.num_close_calls += num_same < len(answer.token_ids)
-        return num_same
+        num_done, num_tokens = 0, len(answer.token_ids)
+        while num_done < num_tokens:
+            known = [*ids, *answer.token_ids[:num_done]]
+            reference = self.reference(known, replica=replica, num_tokens=num_tokens - num_done)
+            pairs = zip(answer.token_ids[num_done:], reference.token_ids, strict=True)
+            num_same = next((i for i, (x, y) in enumerate(pairs) if x != y), num_tokens - num_done)
+            # The first token that differs too: both were the likeliest, each by its own sums.
+            stop = min(num_done + num_same + 1, num_tokens)
+            mine = answer.logprobs[num_done:stop]
+            self._compare_odds(mine, reference.logprobs[: len(mine)], what)
+            self.num_close_calls += num_done + num_same < num_tokens
+            num_done = stop
+        return num_tokens
 
     def _compare_odds(self, mine: Sequence[float], theirs: Sequence[float], what: str) -> None:
         difference = max((abs(x - y) for x, y in zip(mine, theirs, strict=True)), default=0.0)
