@@ -38,10 +38,10 @@ def test_our_own_engine_is_ordered_and_its_geometry_right(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, data, _ = order(capsys)
+    assert [each for each in data["findings"] if each["verdict"] != "ordered"] == []
     assert code == Exit.OK
     assert data["device"].startswith("emulated")
     assert {each["edge"] for each in data["findings"]} == {edge.value for edge in Edge}
-    assert {each["verdict"] for each in data["findings"]} == {"ordered"}
     assert all(each["bytes_compared"] > 0 for each in data["findings"])
     assert data["bytes_compared"] == sum(each["bytes_compared"] for each in data["findings"])
     assert data["mutants"] == []

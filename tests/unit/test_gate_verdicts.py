@@ -17,7 +17,7 @@ from millpond.transfer.copies import Direction
 from tests.gate_paths import Habits, ToyPath
 
 SIZE = Size(num_pages=12, page_bytes=8192)
-TIMING = Timing(delay_s=0.3)
+TIMING = Timing(delay_s=0.3, control_s=2.0)
 
 ORDERED, BLOCKED = Verdict.ORDERED, Verdict.HOST_BLOCK
 LOST, UNTESTED = Verdict.NOT_ORDERED, Verdict.UNTESTED

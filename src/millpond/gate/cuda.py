@@ -76,6 +76,8 @@ class CudaGateDevice:
             Where.LEGACY: torch.cuda.default_stream(device),
         }
         self._looking = torch.cuda.Stream(device)
+        self._holds: list[Hold] = []
+        """Their memory is read by kernels that may still run, whoever has forgotten them."""
         self._warm_up()
 
     @property
@@ -122,6 +124,7 @@ class CudaGateDevice:
 
         hold = SpinHold(limit_s)
         hold.enqueue()
+        self._holds.append(hold)
         return hold
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -159,6 +162,7 @@ class CudaGateDevice:
             torch.cuda.synchronize(self._device)
         except RuntimeError as failure:  # how torch reports a failed device
             raise CopyFailed(str(failure)) from failure
+        self._holds.clear()
 
     def close(self) -> None:
         """Give back what torch keeps for later."""

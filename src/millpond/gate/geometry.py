@@ -25,6 +25,7 @@ from millpond.model.limits import SLOT_ALIGNMENT_BYTES
 from millpond.transfer import copies
 from millpond.transfer.copies import Copies, Direction, LayerMemory
 from millpond.transfer.engine import Ticket
+from millpond.transfer.routes import Route
 
 _ITEM_BYTES: Final = 2
 _DONE_S_MAX: Final = 30.0
@@ -122,19 +123,24 @@ GEOMETRIES: Final = (
 """Each is named for the piece of geometry that it shows most; all are tried for every one."""
 
 
-def check_geometry(device: GateDevice, geometry: Geometry) -> Finding:
-    """Store blocks to slots and load them elsewhere; compare every byte there is."""
-    scene = _Scene(device, geometry)
+def check_geometry(
+    device: GateDevice, geometry: Geometry, *, path: str = "millpond", route: Route | None = None
+) -> Finding:
+    """Store blocks to slots, wipe the pages, load them again; compare every byte there is.
+
+    By the device's first route, or by ``route``; ``path`` is what the finding calls it.
+    """
+    scene = _Scene(device, geometry, route or device.routes[0][0])
     try:
         wrong, num_bytes = scene.check()
     finally:
         scene.close()
     return Finding(
         geometry.edge,
-        geometry.name,
+        path,
         None,
         Verdict.ORDERED if wrong is None else Verdict.NOT_ORDERED,
-        "" if wrong is None else wrong.describe(),
+        geometry.name if wrong is None else f"{geometry.name}: {wrong.describe()}",
         num_bytes,
         wrong,
     )
@@ -143,7 +149,7 @@ def check_geometry(device: GateDevice, geometry: Geometry) -> Finding:
 class _Scene:
     """Tensors of all ranks on the device, and slots on the host."""
 
-    def __init__(self, device: GateDevice, geometry: Geometry) -> None:
+    def __init__(self, device: GateDevice, geometry: Geometry, route: Route) -> None:
         self._device = device
         self._geometry = geometry
         self._part = _part_of(geometry)
@@ -158,7 +164,6 @@ class _Scene:
             ]
             for _ in range(geometry.num_ranks)
         ]
-        route = device.routes[0][0]
         self._path = OwnPath(geometry.name, lambda: device.copier(route))
         # One slot more, which nobody may touch.
         room = Room(device.make_pages(Size(1, self._slot_bytes)), self._num_slots + 1)

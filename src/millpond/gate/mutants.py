@@ -364,6 +364,7 @@ def _test(device: GateDevice, test: Test | None, timing: Timing) -> Finding:
     except FAILURES as error:
         return untested(test, path.name, error)
     try:
+        subject.warm_up()
         return check_edge(subject, test)
     except FAILURES as error:
         return untested(test, path.name, error)
@@ -382,4 +383,4 @@ def _test_geometries(device: GateDevice) -> Finding:
             break
     if finding is None:
         raise AssertionError("there are no geometries")
-    return replace(finding, num_bytes=num_bytes, reason=f"{finding.path}: {finding.reason}")
+    return replace(finding, num_bytes=num_bytes)

@@ -112,9 +112,9 @@ def _check_own(device: GateDevice, timing: Timing, report: OrderReport, show: Sh
         path = OwnPath(name, lambda route=route: device.copier(route))
         report.versions.update(path.versions)
         report.findings += check_path(device, path, size, timing, show)
-    for geometry in GEOMETRIES:
-        show(f"{OWN}: {geometry.edge} {geometry.name}")
-        report.findings.append(check_geometry(device, geometry))
+        for geometry in GEOMETRIES:
+            show(f"{name}: {geometry.edge} {geometry.name}")
+            report.findings.append(check_geometry(device, geometry, path=name, route=route))
 
 
 def _check_target(

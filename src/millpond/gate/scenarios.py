@@ -33,7 +33,8 @@ def store_after_compute(subject: Subject, control: Control) -> Attempt:
         hold = device.hold(_limit_s(subject, control))
         device.copy(subject.late, subject.room.pages)
     call = _call(subject, Direction.STORE, control, hold)
-    return _attempt(subject, call, hold, lambda: subject.compare_host(Epoch.NEW))
+    fault = subject.settle(call, hold)
+    return _result(subject, call, subject.compare_host(Epoch.NEW), fault)
 
 
 def load_after_use(subject: Subject, control: Control) -> Attempt:
@@ -44,12 +45,11 @@ def load_after_use(subject: Subject, control: Control) -> Attempt:
         hold = device.hold(_limit_s(subject, control))
         device.copy(subject.room.pages, subject.seen)
     call = _call(subject, Direction.LOAD, control, hold)
-
-    def found() -> Comparison:
-        seen = subject.compare_seen(Epoch.OLD)
-        return seen if not seen.is_right else subject.compare_pages(Epoch.NEW)
-
-    return _attempt(subject, call, hold, found)
+    fault = subject.settle(call, hold)
+    found = subject.compare_seen(Epoch.OLD)
+    if found.is_right:
+        found = subject.compare_pages(Epoch.NEW)
+    return _result(subject, call, found, fault)
 
 
 def done_after_store(subject: Subject, control: Control) -> Attempt:
@@ -135,14 +135,22 @@ def _call(subject: Subject, direction: Direction, control: Control, hold: Hold) 
         return subject.call(direction, Where.WORK)
     where = Where.OTHER if control is Control.EDGE_REMOVED else Where.WORK
     call = subject.call(direction, where, hold)
-    subject.is_done_early(call, hold, _limit_s(subject, control))
+
+    def is_over() -> bool:
+        # "Done" may come before the bytes (E2, E4): it is the bytes that this waits for.
+        return hold.is_open() or (call.is_done() and _has_landed(subject, direction))
+
+    poll(is_over, _limit_s(subject, control))
     return call
 
 
-def _attempt(subject: Subject, call: Call, hold: Hold, found: Callable[[], Comparison]) -> Attempt:
-    """Let everything end, then look."""
-    fault = subject.settle(call, hold)
-    return _result(subject, call, found(), fault)
+def _has_landed(subject: Subject, direction: Direction) -> bool:
+    """Say whether the target has changed everywhere, to whatever."""
+    if direction is Direction.STORE:
+        untouched = subject.compare_host(Epoch.EMPTY)
+    else:
+        untouched = subject.compare_pages(Epoch.OLD)
+    return bool(untouched.kinds.all())
 
 
 def _when_done(

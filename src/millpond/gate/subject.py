@@ -177,6 +177,17 @@ class Subject:
             point = self.device.point() if is_by_stream else None
         return Call(completion, point, was_blocked)
 
+    def warm_up(self) -> None:
+        """Call the path twice each way, so that it has loaded and taken all that it needs.
+
+        Twice: a path may keep the first call's buffers until the next one. Taking memory, or
+        loading a kernel, may make streams wait for each other.
+        """
+        for direction in (*self.path.directions, *self.path.directions):
+            self.prepare(pages=Epoch.OLD, host=Epoch.OLD)
+            self.call(direction, Where.WORK).wait(self.timing.done_s)
+            self.device.synchronize()
+
     def settle(self, call: Call, hold: Hold) -> str | None:
         """Let everything end; return what is wrong if the path never says that it has."""
         hold.release()
