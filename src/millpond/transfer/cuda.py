@@ -16,6 +16,7 @@ from millpond.arena.arena import Arena
 from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Fence, Stream
+from millpond.transfer.feed import Feed
 from millpond.transfer.kernel import PageTable, can_copy
 from millpond.transfer.link import LinkReport
 from millpond.transfer.measuring import Measured, Sample, log_measured, measure
@@ -70,9 +71,9 @@ class CudaStream:
         self._direction = direction
         self._routes = routes
         self._region = region
-        priority = _PRIORITIES[direction]
-        self._stream = torch.cuda.Stream(device=device, priority=priority)
-        self._stager: Stager | None = Stager(device, direction, priority)
+        self._stream = torch.cuda.Stream(device=device, priority=_PRIORITIES[direction])
+        self._feed = Feed(self._stream)
+        self._stager: Stager | None = Stager(device, direction, self._stream, self._feed)
 
     def wait_for(self, fence: Fence) -> None:
         """Let the device hold back later work; ``CopyFailed`` for a fence of another kind."""
@@ -113,8 +114,7 @@ class CudaStream:
             table = PageTable(*arrays, self._stream)
             table.copy(slice(None), self._stream, _KERNEL_PROGRAMS)
             return table
-        enqueue = cudart.copy_each if route is Route.LOOP else cudart.copy_many
-        enqueue(*arrays, self._stream.cuda_stream)
+        self._feed.copy(*arrays, one_by_one=route is Route.LOOP)
         return copies
 
     def _stage(self, copies: Copies) -> object:
@@ -122,7 +122,7 @@ class CudaStream:
         if self._stager is None:
             return None
         try:
-            return self._stager.enqueue(copies, self._region(), self._stream)
+            return self._stager.enqueue(copies, self._region())
         except torch.OutOfMemoryError:
             logger.warning(
                 "event=no_staging direction=%s reason=%r remedy=%r",

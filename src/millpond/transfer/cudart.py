@@ -21,8 +21,6 @@ _SOURCE_ORDER_STREAM: Final = 1
 _DEFAULT_KIND: Final = 4
 _CAPTURE_MODE_RELAXED: Final = 2
 _BATCH_SIGNATURE_CHANGED: Final = 13000
-_BATCH_COPIES_MAX: Final = 1024
-"""Copies in one call: 0.6 ms, in which the engine's own launches may have to wait."""
 
 
 class CudaFailed(SetupError):
@@ -137,22 +135,6 @@ def copy_batch(
         arguments.append(ctypes.byref(ctypes.c_size_t()))  # index of the copy that failed
     status = _library().cudaMemcpyBatchAsync(*arguments, ctypes.c_void_p(stream))
     _check("cudaMemcpyBatchAsync", status)
-
-
-def copy_many(
-    sources: NDArray[np.uint64],
-    targets: NDArray[np.uint64],
-    lengths: NDArray[np.uint64],
-    stream: int,
-) -> None:
-    """Enqueue independent copies on ``stream``, in few calls where the runtime can."""
-    num_copies = len(lengths)
-    if not has_batch_copy():
-        copy_each(sources, targets, lengths, stream)
-        return
-    for start in range(0, num_copies, _BATCH_COPIES_MAX):
-        some = slice(start, start + _BATCH_COPIES_MAX)
-        copy_batch(sources[some], targets[some], lengths[some], stream)
 
 
 def copy_each(

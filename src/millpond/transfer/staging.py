@@ -8,19 +8,22 @@ Two pieces take turns, so that the kernel of one runs beside the copy of the oth
 streams are ordered by events alone, each with its line "guards:".
 """
 
+from collections import deque
 from typing import Final
 
 import numpy as np
 import torch
 
 from millpond.model.limits import MIB
-from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
+from millpond.transfer.feed import Feed
 from millpond.transfer.kernel import PageTable
 from millpond.transfer.packing import HostRegion, Packing, Piece, pack
 
 PIECE_BYTES: Final = 16 * MIB
 NUM_PIECES: Final = 2
+_PIECES_AHEAD_MAX: Final = 32
+"""Pieces enqueued and not ended."""
 _PROGRAMS: Final = 64
 """Programs of the packing kernel: a few per cent of the time, half of the cores."""
 
@@ -28,17 +31,23 @@ _PROGRAMS: Final = 64
 class Stager:
     """The buffer of one lane; used by its enqueuing thread."""
 
-    def __init__(self, device: torch.device, direction: Direction, priority: int) -> None:
+    def __init__(
+        self, device: torch.device, direction: Direction, stream: torch.cuda.Stream, feed: Feed
+    ) -> None:
+        """``stream`` is the lane's, ``feed`` the way onto it."""
         self._device = device
+        self._stream = stream
+        self._feed = feed
         self._direction = direction
-        self._side = torch.cuda.Stream(device=device, priority=priority)
+        self._side = torch.cuda.Stream(device=device, priority=stream.priority)
+        self._ahead: deque[torch.cuda.Event] = deque()
         self._buffer: torch.Tensor | None = None
         self._next = 0
         self._used: list[torch.cuda.Event | None] = [None] * NUM_PIECES
         """Behind the last use of each piece."""
 
-    def enqueue(self, copies: Copies, region: HostRegion, stream: torch.cuda.Stream) -> object:
-        """Enqueue the copies behind what is on ``stream``, which waits for their end.
+    def enqueue(self, copies: Copies, region: HostRegion) -> object:
+        """Enqueue the copies behind what is on the lane's stream, which waits for their end.
 
         The result must be kept alive until then. ``RuntimeError`` where the GPU has no
         memory for the buffer: then nothing was enqueued.
@@ -54,64 +63,52 @@ class Stager:
         is_store = self._direction is Direction.STORE
         ends = (packing.engine, offsets) if is_store else (offsets, packing.engine)
         table = PageTable(*ends, packing.lengths, self._side)
-        start = _mark(stream)
+        start = _mark(self._stream)
         # guards: the kernel must not touch pages before the work that the lane waits for is
         # done: kernels that write them (E1), or read or zero them (E3).
         self._side.wait_event(start)
         move = self._store_piece if is_store else self._load_piece
         for index, piece in zip(indexes, packing.pieces, strict=True):
-            move(index, piece, packing, table, stream)
+            # As in feed.py: what is enqueued behind a late fence must fit into the streams.
+            if len(self._ahead) == _PIECES_AHEAD_MAX:
+                self._ahead.popleft().synchronize()
+            move(index, piece, packing, table)
+            self._ahead.append(_mark(self._side))
         if not is_store:
             # guards: "loaded" must not precede the last page's last byte (E4).
-            stream.wait_event(_mark(self._side))
+            self._stream.wait_event(_mark(self._side))
         # guards: the table is read, and packing's arrays may be, until the copies end (E6).
         return table, packing
 
-    def _store_piece(
-        self,
-        index: int,
-        piece: Piece,
-        packing: Packing,
-        table: PageTable,
-        stream: torch.cuda.Stream,
-    ) -> None:
+    def _store_piece(self, index: int, piece: Piece, packing: Packing, table: PageTable) -> None:
         used = self._used[index]
         if used is not None:
             # guards: a piece must not be refilled before it has been copied away (E6).
             self._side.wait_event(used)
         table.copy(piece.pages, self._side, _PROGRAMS)
         # guards: a piece must not be copied away before it has been filled (E1).
-        stream.wait_event(_mark(self._side))
-        self._copy_runs(index, piece, packing, stream)
-        self._used[index] = _mark(stream)
+        self._stream.wait_event(_mark(self._side))
+        self._copy_runs(index, piece, packing)
+        self._used[index] = _mark(self._stream)
 
-    def _load_piece(
-        self,
-        index: int,
-        piece: Piece,
-        packing: Packing,
-        table: PageTable,
-        stream: torch.cuda.Stream,
-    ) -> None:
+    def _load_piece(self, index: int, piece: Piece, packing: Packing, table: PageTable) -> None:
         used = self._used[index]
         if used is not None:
             # guards: a piece must not be refilled before its pages have been taken out (E6).
-            stream.wait_event(used)
-        self._copy_runs(index, piece, packing, stream)
+            self._stream.wait_event(used)
+        self._copy_runs(index, piece, packing)
         # guards: pages must not be taken out before the piece has been filled (E4).
-        self._side.wait_event(_mark(stream))
+        self._side.wait_event(_mark(self._stream))
         table.copy(piece.pages, self._side, _PROGRAMS)
         self._used[index] = _mark(self._side)
 
-    def _copy_runs(
-        self, index: int, piece: Piece, packing: Packing, stream: torch.cuda.Stream
-    ) -> None:
+    def _copy_runs(self, index: int, piece: Piece, packing: Packing) -> None:
         hosts = packing.run_hosts[piece.runs]
         places = packing.run_offsets[piece.runs] + np.uint64(
             self._address(self._take_buffer(), index)
         )
         ends = (places, hosts) if self._direction is Direction.STORE else (hosts, places)
-        cudart.copy_many(*ends, packing.run_lengths[piece.runs], stream.cuda_stream)
+        self._feed.copy(*ends, packing.run_lengths[piece.runs])
 
     def _take_buffer(self) -> torch.Tensor:
         if self._buffer is None:
@@ -128,6 +125,6 @@ class Stager:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
