@@ -204,7 +204,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         store=False,
         load=False,
         copy_delay_s=0.0,
-        pending_wait_s=0.0,
+        pending_wait_s=60.0,
         check_ratio=0.0,
     )
     assert connector_config({}, {"XDG_RUNTIME_DIR": "/r"}) == ConnectorConfig(
@@ -213,7 +213,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         store=True,
         load=True,
         copy_delay_s=0.0,
-        pending_wait_s=0.0,
+        pending_wait_s=60.0,
         check_ratio=0.0,
     )
 

@@ -114,7 +114,7 @@ _CONNECTOR_REPLICA: Final = _Option("connector.replica", values.name)
 _CONNECTOR_STORE: Final = _Option("connector.store", values.boolean, default=True)
 _CONNECTOR_LOAD: Final = _Option("connector.load", values.boolean, default=True)
 _CONNECTOR_COPY_DELAY: Final = _Option("connector.copy_delay_s", values.seconds(0, 60), 0.0)
-_CONNECTOR_PENDING_WAIT: Final = _Option("connector.pending_wait_s", values.seconds(0, 600), 0.0)
+_CONNECTOR_PENDING_WAIT: Final = _Option("connector.pending_wait_s", values.seconds(0, 600), 60.0)
 _CONNECTOR_CHECK_RATIO: Final = _Option("connector.check_ratio", values.ratio(0), 0.0)
 
 _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
