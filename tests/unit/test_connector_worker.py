@@ -118,3 +118,34 @@ def test_each_daemon_hears_of_the_link_once_it_is_known(monkeypatch: pytest.Monk
     worker._join()
     assert [(link.h2d_gb_s, len(link.problem)) for link in second.links] == [(None, 256)]
     assert len(first.links) == 1
+
+
+class Fences(NotReady):
+    """A copy engine whose fences are numbers, and which notes what was submitted behind which."""
+
+    def __init__(self) -> None:
+        self.num_fences = 0
+        self.behind: list[object] = []
+
+    def fence(self) -> object:
+        self.num_fences += 1
+        return self.num_fences
+
+    def is_ready(self, _: int) -> bool:
+        return True
+
+    def submit(self, *_: object, **named: object) -> None:
+        self.behind.append(named["after"])
+
+
+def test_each_step_takes_a_fence_of_its_own_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E1 and E3: a fence of an earlier step is passed before this step's kernels have run."""
+    worker = make_worker(FakeClient())
+    engine = worker._copy_engine = Fences()
+    monkeypatch.setattr(worker, "_copies", lambda *_: None)
+    worker.start_loads(StepMetadata(loads=[job(1), job(2)]))
+    worker.start_stores(StepMetadata(stores=[job(3)]))
+    worker.start_stores(StepMetadata())
+    worker.start_loads(StepMetadata(loads=[job(4)]))
+    assert engine.behind == [1, 1, 2, 3]
+    assert engine.num_fences == 3
