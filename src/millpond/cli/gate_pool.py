@@ -185,14 +185,15 @@ def _slot_sizes(written: tuple[str, ...]) -> tuple[int, ...]:
 
 def _table(report: "PoolReport") -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("filling", "slots", "bytes", "compared", "seconds", "store GB/s", "load GB/s"):
+    names = ("filling", "slots", "GB", "compared", "seconds", "store GB/s", "load GB/s")
+    for name in names:
         table.add_column(name, justify="left" if name == "filling" else "right", no_wrap=True)
     for filling in report.fillings:
         table.add_row(
             filling.name,
             f"{filling.num_slots:,}",
-            f"{filling.num_bytes:,}",
-            f"{filling.num_bytes_compared:,}",
+            f"{filling.num_bytes / 1e9:.3f}",
+            f"{filling.num_bytes_compared / 1e9:.3f}",
             f"{filling.seconds:.1f}",
             f"{filling.store_gb_per_s:.1f}",
             f"{filling.load_gb_per_s:.1f}",

@@ -1,6 +1,7 @@
 """``millpond gate service``: the same answers with the pool off and on, from real replicas."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast
@@ -31,6 +32,7 @@ from millpond.gate.service_pair import (
     find_place,
 )
 from millpond.launch.resources import pick_device
+from millpond.model.errors import SetupError
 
 _HOW_OFF: Final = 'the request says {"kv_transfer_params": {"millpond": "off"}}, with its own salt'
 
@@ -165,6 +167,9 @@ def _check_running(
 ) -> ServiceReport:
     socket = str(context.settings({"socket": asked.socket}).socket())
     places = {name: find_place(url) for name, url in zip("ab", asked.urls, strict=True)}
+    with context.connect(asked.socket) as admin:
+        if not cast("Mapping[str, object]", admin.status()["pool"])["enabled"]:
+            raise SetupError("the pool is switched off: millpond pool on")
     block_tokens = asked.block_tokens
     if block_tokens is None:
         line.show("asking for the size of a block", stage="block")
