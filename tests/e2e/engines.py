@@ -5,7 +5,7 @@
     attention   a, b  full attention, adapters x and y          blocks of 64
                 c     the same model in float32                 blocks of 128
     guarded     a, b  hybrid, every page summed and compared
-    gated       a, b  hybrid, little memory, copies held back by tests
+    gated       a, b  hybrid, little memory, copies held back by tests; b waits for a
     parallel    a     hybrid on two ranks, copies held back by tests
     older       a, b  hybrid on vLLM 0.27.1
     as_026      a, b  the same, with the local lookup of 0.26 (engine_026.py)
@@ -56,6 +56,8 @@ REQUEST_TIMEOUT_S = 120.0
 SETTLE_S = 30.0
 START_S = 300.0
 NUM_TOKENS = 8
+PENDING_WAIT_S = 10.0
+"""How long the gated replica b waits for what another one is computing."""
 GATES_VARIABLE = "TEST_GATES"
 ROUNDING = 0.1
 """vLLM's own difference between two ways to cut one prompt into steps: up to 0.06 was seen."""
@@ -271,21 +273,29 @@ class Gates:
                 (self.folder / name).unlink(missing_ok=True)
 
 
-def other_connector(module: str, name: str, replica: str, socket: Path) -> tuple[str, ...]:
+def other_connector(
+    module: str, name: str, replica: str, socket: Path, *, pending_wait_s: float = 0.0
+) -> tuple[str, ...]:
     """Return the arguments that put a connector of the tests in the place of the real one."""
     config = {
         "kv_connector": name,
         "kv_connector_module_path": f"tests.e2e.{module}",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"replica": replica, "socket": str(socket)},
+        "kv_connector_extra_config": {
+            "replica": replica,
+            "socket": str(socket),
+            "pending_wait_s": pending_wait_s,
+        },
     }
     return ("--kv-transfer-config", json.dumps(config))
 
 
-def gated_config(replica: str, socket: Path) -> tuple[str, ...]:
+def gated_config(replica: str, socket: Path, *, pending_wait_s: float = 0.0) -> tuple[str, ...]:
     """Return the arguments for the connector whose copies tests hold back."""
-    return other_connector("gated_connector", "GatedConnector", replica, socket)
+    return other_connector(
+        "gated_connector", "GatedConnector", replica, socket, pending_wait_s=pending_wait_s
+    )
 
 
 class Stage:
@@ -416,7 +426,10 @@ class Stage:
                 *HYBRID_ARGS,
                 *("--num-gpu-blocks-override", "48"),
             ),
-            replica_args={name: gated_config(name, socket) for name in ("a", "b")},
+            replica_args={
+                "a": gated_config("a", socket),
+                "b": gated_config("b", socket, pending_wait_s=PENDING_WAIT_S),
+            },
         )
 
     def _parallel(self, socket: Path) -> SystemOptions:

@@ -8,7 +8,7 @@ is about to begin; ``<kind>`` is ``store`` or ``load``:
 """
 
 import os
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,8 @@ from millpond.transfer import Copies, CopyEngine, Direction, Fence, Ticket
 # While a store is held back the engine steps on, and ranks wait for each other by yielding in
 # a loop. With no more cores than ranks that has kept every other process waiting for up to a
 # minute (seen with Linux 6.18 on two cores).
-shm_broadcast.sched_yield = lambda: time.sleep(0.0001)
+_pause = threading.Event()
+shm_broadcast.sched_yield = lambda: _pause.wait(0.0001)
 
 
 class Gates:
