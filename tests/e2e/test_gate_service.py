@@ -90,6 +90,22 @@ def test_replicas_that_share_no_pool_are_named(
     assert "loaded nothing" in capsys.readouterr().err
 
 
+def test_a_pool_that_is_off_or_away_is_named(
+    hybrid: Replicas, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    where = [f"--url={hybrid.system.replica(name).url}" for name in "ab"]
+    hybrid.switch(enabled=False)
+    try:
+        argv = ["gate", "service", *where, "--socket", str(hybrid.system.socket)]
+        assert run(argv, dict(os.environ)) == Exit.SETUP
+    finally:
+        hybrid.switch(enabled=True)
+    assert "millpond pool on" in capsys.readouterr().err
+    argv = ["gate", "service", *where, "--socket", str(tmp_path / "none.sock")]
+    assert run(argv, dict(os.environ)) == Exit.AWAY
+    assert "no daemon at" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- planted
 
 
