@@ -22,7 +22,7 @@ from millpond.gate.service import (
 from millpond.gate.service_cases import Case, cases_for
 from millpond.gate.service_pair import CannotCheck, Mismatch, Pair, PairOptions, Place
 from millpond.launch.engine_client import Completion
-from millpond.model.errors import ConfigError, DaemonGone
+from millpond.model.errors import ConfigError, DaemonGone, SetupError
 
 
 def answer(tokens: list[int], odds: list[float]) -> Completion:
@@ -145,6 +145,15 @@ def test_what_comes_of_a_case(work: Callable[[], int], verdict: CaseVerdict, why
     assert (result.name, result.verdict) == ("cold", verdict)
     assert why in result.why
     assert steps == ["cold", "before"]
+
+
+@pytest.mark.parametrize("error", [CannotCheck("late"), SetupError("late"), TimeoutError("late")])
+def test_a_case_whose_replicas_are_not_ready_is_not_checked(error: Exception) -> None:
+    made = report()
+    case = Case("cold", "", lambda: 1)
+    run_cases(made, ["cold"], [case], on_step=lambda _: None, before_each=raising(error))
+    assert made.cases[0].verdict is CaseVerdict.NOT_CHECKED
+    assert "late" in made.cases[0].why
 
 
 @pytest.mark.parametrize(

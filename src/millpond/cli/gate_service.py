@@ -215,7 +215,6 @@ def _check_launched(
                 on_step=lambda step: line.show(step, stage=step),
             )
             launched = Launched(system, pair)
-            launched.wait_joined(*pair.places)
             held = f", copies held back by {COPY_DELAY_S} s" if device == "cpu" else ""
             report = _report(f"launched on {device}{held}", pair)
             run_cases(

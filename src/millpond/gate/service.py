@@ -14,7 +14,7 @@ import httpx
 
 from millpond.gate.service_cases import Case
 from millpond.gate.service_pair import CannotCheck, Mismatch
-from millpond.model.errors import ConfigError, ExpectedError
+from millpond.model.errors import ConfigError, ExpectedError, SetupError
 
 TOLERANCE: Final = 0.25
 """Largest difference of a log-probability between a computed and a cached request that counts
@@ -101,7 +101,10 @@ def run_cases(
     on_step: Callable[[str], None],
     before_each: Callable[[], None],
 ) -> None:
-    """Check the cases of these names, in that order, and add what came of each to ``report``."""
+    """Check the cases of these names, in that order, and add what came of each to ``report``.
+
+    ``before_each`` mends what the case before has left broken.
+    """
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
@@ -109,12 +112,12 @@ def run_cases(
             report.cases.append(CaseResult(name, CaseVerdict.NOT_CHECKED, why, 0))
             continue
         on_step(name)
-        before_each()
-        report.cases.append(_result(known[name]))
+        report.cases.append(_result(known[name], before_each))
 
 
-def _result(case: Case) -> CaseResult:
+def _result(case: Case, before: Callable[[], None]) -> CaseResult:
     try:
+        before()
         num_compared = case.run()
     except Mismatch as mismatch:
         return CaseResult(case.name, CaseVerdict.FAILED, str(mismatch), 0)
@@ -124,6 +127,9 @@ def _result(case: Case) -> CaseResult:
         # A request that ends in an error is what the pool must never cause.
         why = f"a request failed: {type(error).__name__}: {error}"
         return CaseResult(case.name, CaseVerdict.FAILED, why, 0)
+    except (SetupError, TimeoutError) as error:
+        why = f"a process did not stop or start as it should: {error}"
+        return CaseResult(case.name, CaseVerdict.NOT_CHECKED, why, 0)
     if not num_compared:
         return CaseResult(case.name, CaseVerdict.NOT_CHECKED, "no token was compared", 0)
     return CaseResult(case.name, CaseVerdict.PASSED, case.what, num_compared)
