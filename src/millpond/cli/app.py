@@ -20,6 +20,7 @@ from millpond.cli.gate import gate
 from millpond.cli.inspection import check, requests
 from millpond.cli.output import stderr
 from millpond.cli.pool import pool
+from millpond.cli.router import router
 from millpond.cli.status import status
 from millpond.cli.up import up
 
@@ -47,7 +48,7 @@ def cli(context: click.Context, config: Path | None) -> None:
     context.ensure_object(Context).find_config(config)
 
 
-for _command in (up, pool, status, requests, inspect, check, demo, gate):
+for _command in (up, pool, router, status, requests, inspect, check, demo, gate):
     cli.add_command(_command)
 
 

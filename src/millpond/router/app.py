@@ -1,0 +1,299 @@
+"""The front: an ASGI app that answers its own few paths and passes on everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import aiohttp
+
+from millpond.router import errors
+from millpond.router.attribution import Attributor, PoolReports
+from millpond.router.errors import Ended, Refusal
+from millpond.router.exchange import Call, Exchange, Message, Send, header_map
+from millpond.router.headers import REQUEST_ID, request_headers
+from millpond.router.health import Health
+from millpond.router.metrics import CONTENT_TYPE, Metrics
+from millpond.router.options import METRICS_PATH, RouterOptions
+from millpond.router.placement.base import Asked
+from millpond.router.placement.chosen import make_placement
+from millpond.router.placement.cost import work_of
+from millpond.router.placement.estimates import Estimates, Work
+from millpond.router.prefixes import TEXT_BLOCK_BYTES, HeldPrefixes, TextIdentity
+from millpond.router.prompts import Prompt, named_by_headers, read_prompt
+from millpond.router.records import AccessLog, Record
+from millpond.router.replicas import Replica, Replicas
+
+Receive = Callable[[], Awaitable[Message]]
+Scope = dict[str, Any]
+
+OWN_PATHS: Final = "/millpond"
+_OPEN_PATHS: Final = frozenset({"/health"})
+"""Answered without the router's own key, as by vLLM."""
+_WATCH_S_MAX: Final = 1.0
+_WATCHES_PER_LIMIT: Final = 10
+_STOP_S_MAX: Final = 5.0
+_KEEPALIVE_S: Final = 3.0
+"""Less than the 5 s after which vLLM closes an idle connection: none is used as it closes."""
+
+
+class Router:
+    """The app. Between ``start`` and ``stop`` it serves; both belong to one event loop."""
+
+    def __init__(
+        self, replicas: Replicas, options: RouterOptions, pool: PoolReports | None, log: AccessLog
+    ) -> None:
+        self.replicas = replicas
+        self._options = options
+        self._log = log
+        self._estimates = Estimates()
+        self._identity = TextIdentity()
+        self._placement = make_placement(options.policy, self._estimates)
+        self._prefixes = HeldPrefixes(
+            local_blocks_max=self._num_blocks(options.local_tokens),
+            pool_blocks_max=self._num_blocks(options.pool_tokens),
+        )
+        self._metrics = Metrics(replicas, self._estimates)
+        self._attributor = Attributor(
+            pool, on_done=self._note_done, on_new_pool=self._prefixes.forget_pool
+        )
+        self._exchanges: set[Exchange] = set()
+        self._serving: set[asyncio.Task[object]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._session: aiohttp.ClientSession | None = None
+        self._health: Health | None = None
+
+    async def start(self) -> None:
+        """Begin to look after the replicas."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.limits.connect_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+        self._health = Health(
+            self.replicas, self._session, self._options.health, on_down=self._prefixes.forget
+        )
+        self._tasks = [
+            asyncio.create_task(each)
+            for each in (self._health.run(), self._attributor.run(), self._watch())
+        ]
+
+    async def stop(self) -> None:
+        """End everything; requests that still run are cut off."""
+        ending = {*self._tasks, *self._serving}
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=_STOP_S_MAX)
+        self._attributor.close()
+        self._log.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def check_soon(self) -> None:
+        """Look at the replicas at once, for one was added."""
+        if self._health is not None:
+            self._health.check_soon()
+
+    # ------------------------------------------------------------ serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._session is None:
+            raise RuntimeError(f"the router serves HTTP once it has started, not {scope['type']}")
+        record = self._record(scope)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            exchange = await self._take(scope, receive, send, record)
+            if exchange is not None:
+                await self._serve(exchange, receive)
+        except asyncio.CancelledError:
+            record.ended = Ended.ROUTER_STOPPED
+            raise
+        finally:
+            self._serving.discard(task)
+            self._note_ended(record)
+
+    async def _take(
+        self, scope: Scope, receive: Receive, send: Send, record: Record
+    ) -> Exchange | None:
+        """Read a request; None if it was answered already, or its client has gone."""
+        assert self._session is not None
+        refusal = self._refusal(scope)
+        prompt, body = Prompt(), b""
+        if refusal is None:
+            found = await self._read_body(receive)
+            if found is None:
+                record.ended = Ended.CLIENT_GONE
+                return None
+            refusal, body = found
+        if refusal is None:
+            named = named_by_headers(header_map(scope["headers"]), self._options.affinity)
+            prompt = read_prompt(record.path, body, named, self._identity)
+        record.request_bytes = len(body)
+        call = Call(record.method, record.path, _target(scope), scope["headers"], body, prompt)
+        exchange = Exchange(call, record, send, self._session, self._options.limits)
+        if refusal is not None:
+            await exchange.refuse(refusal)
+        elif record.path == METRICS_PATH:
+            await _answer(send, self._metrics.text())
+        else:
+            return exchange
+        return None
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        path: str = scope["path"]
+        headers = scope["headers"]
+        key = self._options.api_key
+        if key is not None and path not in _OPEN_PATHS:
+            given = header_map(headers).get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+                return errors.unauthorized()
+        if path != METRICS_PATH and (path == OWN_PATHS or path.startswith(OWN_PATHS + "/")):
+            return errors.not_found(path)
+        try:
+            request_headers(headers, "")
+        except UnicodeDecodeError:
+            return errors.bad_header()
+        length = header_map(headers).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._options.limits.body_bytes_max:
+            return errors.body_too_large(self._options.limits.body_bytes_max)
+        return None
+
+    async def _read_body(self, receive: Receive) -> tuple[Refusal | None, bytes] | None:
+        limits = self._options.limits
+        parts: list[bytes] = []
+        num_bytes = 0
+        while True:
+            try:
+                async with asyncio.timeout(limits.client_s):
+                    message = await receive()
+            except TimeoutError:
+                return errors.body_late(limits.client_s), b""
+            if message["type"] == "http.disconnect":
+                return None
+            part: bytes = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes > limits.body_bytes_max:
+                return errors.body_too_large(limits.body_bytes_max), b""
+            parts.append(part)
+            if not message.get("more_body"):
+                return None, b"".join(parts)
+
+    async def _serve(self, exchange: Exchange, receive: Receive) -> None:
+        """Run an exchange until it ends or its client has gone, which ends it upstream too."""
+        self._exchanges.add(exchange)
+        running = asyncio.create_task(exchange.run(self))
+        gone = asyncio.create_task(_wait_gone(receive))
+        try:
+            await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (running, gone):
+                task.cancel()
+            results = await asyncio.gather(running, gone, return_exceptions=True)
+            self._exchanges.discard(exchange)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    # ------------------------------------------------------------ placing
+
+    def place(self, call: Call, record: Record) -> Replica | None:
+        """Choose a replica for a call (see ``Placer``)."""
+        prompt = call.prompt
+        held = self._prefixes.held(prompt.keys)
+        asked = Asked(
+            num_tokens=prompt.num_tokens,
+            conversation=prompt.conversation,
+            opening=prompt.opening,
+            local_tokens={name: prompt.tokens_of(num) for name, num in held.by_replica.items()},
+            pooled_tokens=prompt.tokens_of(held.num_pooled) if self._attributor.has_pool else 0,
+        )
+        loads = self.replicas.loads(without=record.tried)
+        name = self._placement.choose(asked, loads)
+        if name is None:
+            return None
+        record.tried.append(name)
+        record.replica = name
+        record.prompt_tokens = prompt.num_tokens
+        record.prompt_bytes = prompt.text_bytes
+        record.local_tokens = asked.local_tokens.get(name, 0)
+        if prompt.num_tokens:
+            record.identity = self._identity.name
+            record.holder = held.holder(name)
+            load = next(each for each in loads if each.name == name)
+            record.planned = work_of(asked, load, self._estimates)
+            self._prefixes.note(name, prompt.keys)
+        return self.replicas[name]
+
+    def note_refused(self, replica: Replica) -> None:
+        """Take a replica for down (see ``Placer``)."""
+        if self._health is not None:
+            self._health.note_refused(replica)
+
+    # ------------------------------------------------------------ afterwards
+
+    def _record(self, scope: Scope) -> Record:
+        given = header_map(scope["headers"]).get(REQUEST_ID, b"").decode("latin-1")
+        return Record(
+            request_id=given or secrets.token_hex(16),
+            method=scope["method"],
+            path=scope["path"],
+            policy=self._options.policy.value,
+            is_own_id=not given,
+        )
+
+    def _note_ended(self, record: Record) -> None:
+        if record.ended_ns is None:
+            record.ended_ns = time.perf_counter_ns()
+        if record.replica is not None:
+            self.replicas[record.replica].num_requests += 1
+        if record.path != METRICS_PATH:
+            self._attributor.submit(record)
+
+    def _note_done(self, record: Record) -> None:
+        seen, planned = record.attribution, record.planned
+        if seen is not None and seen.source == "pool":
+            self._identity.learn(record.prompt_bytes, seen.prompt_tokens)
+        if seen is not None and planned is not None and record.ttft_s is not None:
+            self._estimates.learn(
+                Work(planned.queued, seen.computed_tokens, seen.loaded_tokens), record.ttft_s
+            )
+        self._metrics.add(record)
+        self._log.write(record)
+
+    async def _watch(self) -> None:
+        """Expire exchanges that wait for too long, for ever."""
+        limits = self._options.limits
+        shortest_s = min(limits.first_byte_s, limits.next_byte_s, limits.client_s)
+        while True:
+            await asyncio.sleep(min(_WATCH_S_MAX, shortest_s / _WATCHES_PER_LIMIT))
+            now_s = time.monotonic()
+            for exchange in tuple(self._exchanges):
+                exchange.expire(now_s)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return max(1, round(num_tokens * self._identity.bytes_per_token / TEXT_BLOCK_BYTES))
+
+
+def _target(scope: Scope) -> str:
+    """Return path and query as they were written; the parser lets ASCII through only."""
+    path, query = scope["raw_path"].decode("ascii"), scope["query_string"].decode("ascii")
+    return f"{path}?{query}" if query else path
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _answer(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", CONTENT_TYPE.encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,229 @@
+"""``millpond router`` as a process: three live replicas, drained, added, restarted, killed."""
+
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from millpond.cli import run as run_cli
+from millpond.cli.exits import Exit
+from tests.faults.router_world import (
+    DONE,
+    EVENT,
+    WAIT_S,
+    Call,
+    ScriptedReplica,
+    run,
+    stream,
+    until,
+)
+
+pytestmark = pytest.mark.timeout(120)
+START_S = 60.0
+
+
+class Live:
+    """A router's process and folder, and commands to it."""
+
+    def __init__(self, folder: Path, replicas: list[ScriptedReplica]) -> None:
+        self.folder = folder
+        self.replicas = replicas
+        self.process: Process | None = None
+        self.url = ""
+
+    async def start(self, port: int = 0) -> None:
+        """Start the router, and wait until it serves and has found all replicas."""
+        argv = [sys.executable, "-m", "millpond.cli", "router", "--policy", "round-robin"]
+        argv += ["--port", str(port), "--pool-socket", str(self.folder / "none.sock")]
+        argv += ["--admin-socket", str(self.admin), "--access-log", str(self.folder / "log")]
+        argv += ["--stop-grace", "1"]
+        for each in self.replicas:
+            argv += ["--replica", f"{each.name}={each.url}"]
+        self.process = await asyncio.create_subprocess_exec(*argv, stdout=PIPE, stderr=PIPE)
+        assert self.process.stdout is not None
+        async with asyncio.timeout(START_S):
+            line = (await self.process.stdout.readline()).decode()
+        self.url = line.strip().removeprefix("serving at ")
+        assert self.url.startswith("http://127.0.0.1:"), await self.errors()
+        await self.states(ready=len(self.replicas))
+
+    @property
+    def admin(self) -> Path:
+        return self.folder / "router.sock"
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def stop(self, number: int) -> int:
+        """Send a signal; return the exit code."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        async with asyncio.timeout(WAIT_S):
+            await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    async def errors(self) -> str:
+        assert self.process is not None
+        return (await self.process.communicate())[1].decode()
+
+    async def command(self, *words: str) -> int:
+        """Run ``millpond router WORDS``."""
+        argv = ["router", *words, "--admin-socket", str(self.admin)]
+        return await asyncio.to_thread(run_cli, argv, {})
+
+    async def states(self, *, ready: int) -> None:
+        """Wait until the router says that so many replicas are ready."""
+        transport = aiohttp.UnixConnector(str(self.admin))
+        async with aiohttp.ClientSession(connector=transport) as session:
+
+            async def num_ready() -> int:
+                async with session.get("http://router/replicas") as reply:
+                    found = (await reply.json())["replicas"]
+                return sum(each["state"] == "ready" for each in found)
+
+            async with asyncio.timeout(WAIT_S):
+                while await num_ready() != ready:  # noqa: ASYNC110 - another process decides
+                    await asyncio.sleep(0.02)
+
+    async def served_by(self, num_requests: int) -> list[str]:
+        """Return who served each of some requests."""
+        names: list[str] = []
+        async with aiohttp.ClientSession() as session:
+            for _ in range(num_requests):
+                async with session.post(f"{self.url}/v1/completions", data=b"{}") as reply:
+                    assert await reply.read() == EVENT + EVENT + DONE
+                    names.append(reply.headers["x-millpond-replica"])
+        return names
+
+
+@asynccontextmanager
+async def live(*names: str) -> AsyncIterator[Live]:
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-"))
+        replicas = [await stack.enter_async_context(ScriptedReplica(name)) for name in names]
+        made = Live(Path(folder), replicas)
+        try:
+            yield made
+        finally:
+            if made.process is not None and made.process.returncode is None:
+                made.process.kill()
+                await made.process.communicate()
+
+
+def test_three_replicas_are_drained_and_added_while_requests_run(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def scenario() -> None:
+        async with live("a", "b", "c") as router, ScriptedReplica("d") as fourth:
+            await router.start()
+            assert sorted(await router.served_by(6)) == list("aabbcc")
+
+            go_on = asyncio.Event()
+
+            async def held(call: Call) -> None:
+                await go_on.wait()
+                await stream(EVENT, EVENT, DONE)(call)
+
+            router.replicas[0].script = held
+            running = asyncio.create_task(router.served_by(3))
+            await until(lambda: len(router.replicas[0].calls) == 3, "a stream at a")
+            assert await router.command("drain", "a") == Exit.OK
+            assert "1 requests run there" in capfd.readouterr().out
+            assert set(await router.served_by(4)) == {"b", "c"}
+            go_on.set()
+            assert "a" in await running, "what runs at a drained replica ends there"
+
+            assert await router.command("add", f"d={fourth.url}") == Exit.OK
+            await router.states(ready=4)
+            assert set(await router.served_by(6)) == {"b", "c", "d"}
+            assert await router.command("add", f"a={router.replicas[0].url}") == Exit.OK
+            assert set(await router.served_by(8)) == {"a", "b", "c", "d"}
+
+            capfd.readouterr()
+            assert await router.command("replicas", "--json") == Exit.OK
+            shown = json.loads(capfd.readouterr().out)["data"]["replicas"]
+            assert [each["name"] for each in shown] == ["a", "b", "c", "d"]
+            assert {each["num_running"] for each in shown} == {0}
+            assert await router.command("replicas") == Exit.OK
+            assert fourth.url in capfd.readouterr().out
+            for words in (("drain", "z"), ("add", f"b={fourth.url}"), ("add", "e=ftp://x")):
+                assert await router.command(*words) == Exit.USAGE
+                assert words[1].partition("=")[0] in capfd.readouterr().err
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_streams_and_then_the_router(number: int) -> None:
+    async def scenario() -> None:
+        async with live("a") as router:
+            await router.start()
+            closed = asyncio.Event()
+
+            async def endless(call: Call) -> None:
+                await stream(EVENT)(call) if False else call.write(b"")
+                await call.closed_by_router()
+                closed.set()
+
+            router.replicas[0].script = endless
+            asking = asyncio.create_task(router.served_by(1))
+            await until(lambda: bool(router.replicas[0].calls), "a request runs")
+            assert await router.stop(number) == Exit.OK
+            async with asyncio.timeout(WAIT_S):
+                await closed.wait()
+            with pytest.raises((aiohttp.ClientError, AssertionError)):
+                await asking
+            assert not router.admin.exists()
+            (line,) = (router.folder / "log").read_text().splitlines()
+            assert json.loads(line)["ended"] == "router-stopped"
+
+    run(scenario)
+
+
+def test_a_killed_router_starts_again_at_the_same_places() -> None:
+    async def scenario() -> None:
+        async with live("a", "b") as router:
+            await router.start()
+            assert len(await router.served_by(2)) == 2
+            port = router.port
+            assert await router.stop(signal.SIGKILL) == -signal.SIGKILL
+            assert router.admin.exists()
+            await router.start(port)
+            assert router.port == port
+            assert len(await router.served_by(2)) == 2
+            assert await router.stop(signal.SIGINT) == Exit.OK
+            assert len((router.folder / "log").read_text().splitlines()) == 4
+
+    run(scenario)
+
+
+def test_places_that_are_taken_are_named() -> None:
+    async def scenario() -> None:
+        async with live("a") as router:
+            await router.start()
+            argv = ["router", "--replica", f"a={router.replicas[0].url}"]
+            argv += ["--pool-socket", str(router.folder / "none.sock")]
+            busy_port = [*argv, "--port", str(router.port)]
+            busy_port += ["--admin-socket", str(router.folder / "other.sock")]
+            busy_socket = [*argv, "--port", "0", "--admin-socket", str(router.admin)]
+            for words, named in ((busy_port, str(router.port)), (busy_socket, str(router.admin))):
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "millpond.cli", *words, stdout=PIPE, stderr=PIPE
+                )
+                async with asyncio.timeout(START_S):
+                    _, errors = await process.communicate()
+                assert process.returncode == Exit.SETUP
+                assert named in errors.decode()
+            assert await router.served_by(1) == ["a"]
+
+    run(scenario)

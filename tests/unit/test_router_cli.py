@@ -1,0 +1,138 @@
+"""The command line of the router: what it refuses, and what it makes of its flags."""
+
+from pathlib import Path
+
+import pytest
+
+from millpond.cli import run
+from millpond.cli.context import Context
+from millpond.cli.exits import Exit
+from millpond.cli.router import parse_replica, router, serve_options
+from millpond.model.errors import ConfigError
+from millpond.router.options import ServeOptions
+from millpond.router.placement.chosen import Policy
+from millpond.router.replicas import Replicas, State
+
+
+def options(*argv: str, environ: dict[str, str] | None = None) -> ServeOptions:
+    """Return what a command line means."""
+    flags = router.make_context("router", list(argv), resilient_parsing=False).params
+    return serve_options(Context(environ=environ or {}, argv=()), flags)
+
+
+A = ("--replica", "a=http://127.0.0.1:8001")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["--replica"]),
+        (["--replica", "http://127.0.0.1:1"], ["a=http://127.0.0.1:8001"]),
+        (["--replica", "=http://127.0.0.1:1"], ["=http://127.0.0.1:1"]),
+        ([*A, *A], ["same name"]),
+        ([*A, "--policy", "dice"], ["dice", "round-robin", "cost"]),
+        ([*A, "--port", "70000"], ["--port"]),
+        ([*A, "--body-max", "much"], ["--body-max", "much"]),
+        ([*A, "--api-key-file", "/no/such"], ["/no/such"]),
+        ([*A, "--first-byte-timeout", "0"], ["--first-byte-timeout"]),
+        ([*A, "drain", "a"], ["options go after"]),
+        (["drain"], ["NAME"]),
+        (["add", "a"], ["'a'"]),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_names_what_is_wrong(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["router", *argv], {}) == Exit.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for word in words:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "127.0.0.1:8001", "http://", "http://x?y", "http://x:0x"]
+)
+def test_bad_addresses_end_with_2(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--replica", f"a={url}", "--admin-socket", str(tmp_path / "a.sock"), "--port", "0"]
+    assert run(["router", *argv], {}) == Exit.USAGE
+    assert "replica a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["replicas"], ["drain", "a"], ["add", "a=http://x"]])
+def test_without_a_router_commands_end_with_4_and_name_the_socket(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "none.sock")
+    assert run(["router", *words, "--admin-socket", path], {}) == Exit.AWAY
+    assert path in capsys.readouterr().err
+
+
+def test_flags_become_options(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    found = options(
+        *A,
+        *("--replica", "b=http://[::1]:8002/", "--policy", "pinned", "--port", "0"),
+        *("--api-key-file", str(key), "--body-max", "1MiB", "--next-byte-timeout", "7"),
+        *("--affinity-header", "x-me", "--access-log", "log"),
+        environ={"MILLPOND_SOCKET": "/run/me/pool.sock"},
+    )
+    assert found.replicas == {"a": "http://127.0.0.1:8001", "b": "http://[::1]:8002/"}
+    assert found.admin_socket == Path("/run/me/router.sock")
+    assert found.pool_socket == Path("/run/me/pool.sock")
+    assert found.access_log == Path("log")
+    assert found.router.policy is Policy.PINNED
+    assert found.router.api_key == "secret"
+    assert found.router.affinity.header == "x-me"
+    assert found.router.limits.body_bytes_max == 2**20
+    assert found.router.limits.next_byte_s == 7
+
+
+def test_an_empty_key_is_no_key(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(ConfigError, match="no key"):
+        options(*A, "--api-key-file", str(tmp_path / "key"))
+
+
+def test_a_replica_is_a_name_and_an_address() -> None:
+    assert parse_replica("a=http://x/?a=b") == ("a", "http://x/?a=b")
+
+
+# ---------------------------------------------------------------- who is there
+
+
+def names_available(replicas: Replicas) -> list[str]:
+    return [load.name for load in replicas.loads() if load.is_available]
+
+
+def test_a_replica_gets_requests_once_it_is_ready_and_until_it_is_drained() -> None:
+    replicas = Replicas()
+    for name in "ab":
+        replicas.add(name, f"http://{name}:1/")
+    assert names_available(replicas) == []
+    for each in replicas:
+        each.state = State.READY
+    assert names_available(replicas) == ["a", "b"]
+    assert [x.name for x in replicas.loads(without=["a"]) if x.is_available] == ["b"]
+    replicas.drain("a")
+    assert names_available(replicas) == ["b"]
+    replicas.add("a", "http://a:1")
+    assert names_available(replicas) == ["a", "b"]
+    with pytest.raises(ValueError, match="there already"):
+        replicas.add("a", "http://elsewhere:1")
+    with pytest.raises(ValueError, match="'z'"):
+        replicas.drain("z")
+
+
+def test_a_drained_replica_moves_to_another_address_once_it_is_idle() -> None:
+    replicas = Replicas()
+    replicas.add("a", "http://a:1").num_running = 1
+    replicas.drain("a")
+    with pytest.raises(ValueError, match="1 requests"):
+        replicas.add("a", "http://b:1")
+    replicas["a"].num_running = 0
+    assert replicas.add("a", "http://b:1").state is State.STARTING
+    assert [each.url for each in replicas] == ["http://b:1"]
