@@ -185,7 +185,8 @@ def _print(checked: OrderChecked) -> None:
 def _table(report: "OrderReport") -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("path", "edge", "direction", "verdict", "bytes compared", "why"):
-        table.add_column(name, justify="right" if name.startswith("bytes") else "left")
+        justify = "right" if name.startswith("bytes") else "left"
+        table.add_column(name, justify=justify, no_wrap=name != "why")
     for each in report.findings:
         words = each.words()
         table.add_row(
@@ -202,7 +203,7 @@ def _table(report: "OrderReport") -> Table:
 def _mutant_table(report: "OrderReport") -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("edge", "mutant", "", "what was seen"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "what was seen")
     for each in report.mutants:
         caught = "[green]caught[/]" if each.is_caught else "[bold red]NOT caught[/]"
         reason = each.reason.replace("[", r"\[")

@@ -9,6 +9,7 @@ tables of addresses on an emulated device; elsewhere it is noted that they were 
 import gc
 import weakref
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from millpond.gate.subject import Call, Subject, poll
 from millpond.gate.verdicts import Attempt, Control
 from millpond.transfer.copies import Direction
 
-_SETTLE_S_MAX = 10.0
+_SETTLE_S_MAX: Final = 10.0
+_BUSY_S_MAX: Final = 1.0
 
 
 class _Lent:
@@ -34,7 +36,7 @@ def outlive(subject: Subject, direction: Direction, control: Control) -> Attempt
     _prepare(subject, direction)
     device.recycle(subject.num_bytes)  # so that it is quick the next time
     with device.on(Where.WORK):
-        hold = device.hold(subject.timing.delay_s)
+        hold = device.hold(_limit_s(subject, Control.NONE))
     pairs = list(subject.pairs)
     call = subject.call_with(pairs, direction, Where.WORK, hold)
     is_there = False
@@ -42,7 +44,7 @@ def outlive(subject: Subject, direction: Direction, control: Control) -> Attempt
         pairs.clear()
         gc.collect()
         device.recycle(subject.num_bytes)
-        poll(lambda: call.is_done() or hold.is_open(), subject.timing.delay_s / 2)
+        poll(lambda: call.is_done() or hold.is_open(), subject.timing.delay_s)
         # Only a copy that did not wait can be there while the hold is closed.
         is_there = _compare(subject, direction).is_right and not hold.is_open()
     return replace(_end(subject, direction, call, hold), undelayed=is_there)
@@ -138,7 +140,9 @@ def _prepare(subject: Subject, direction: Direction) -> None:
 
 
 def _limit_s(subject: Subject, control: Control) -> float:
-    return subject.timing.delay_s * 2 if control is Control.NONE else subject.timing.control_s
+    # The host does a few things while the hold is closed, and may be busy.
+    delay_s = max(2 * subject.timing.delay_s, _BUSY_S_MAX)
+    return delay_s if control is Control.NONE else subject.timing.control_s
 
 
 def _end(

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from millpond.gate.device import GateDevice, Hold, Size, Where
+from millpond.gate.errors import CannotTest
 from millpond.gate.paths import Completion, Path, Promise, Room
 from millpond.gate.patterns import Comparison, Epoch, Rows, compare, pattern
 from millpond.transfer.copies import Direction
@@ -78,6 +79,8 @@ class Subject:
         self.staging = device.make_host(size.num_pages * size.page_bytes)
         """Memory of the gate's own control copies."""
         self._images: dict[Epoch, NDArray[np.uint8]] = {}
+        labels = range(_CANARY_LABEL, _CANARY_LABEL + self.room.num_host_pages)
+        self._canaries = pattern(labels, size.page_bytes, Epoch.CANARY)
         self.pairs = _draw_pairs(size.num_pages, self.room.num_host_pages)
         self.blocks = tuple(range(1, len(self.pairs) + 1))
         self.num_bytes = len(self.pairs) * size.page_bytes
@@ -89,6 +92,12 @@ class Subject:
         self._spare_rows = sorted(set(range(self.room.num_host_pages)) - set(self.rows))
         # What a path takes comes last: nothing above may fail once it is open.
         self.host = path.open(self.room)
+        if self.host.shape != (self.room.num_host_pages, size.page_bytes):
+            path.close()
+            raise CannotTest(
+                f"{path.name} opened host memory of shape {tuple(self.host.shape)}, not "
+                f"{(self.room.num_host_pages, size.page_bytes)}"
+            )
 
     def close(self) -> None:
         """Let the path give up what it took."""
@@ -100,13 +109,14 @@ class Subject:
     def prepare(self, *, pages: Epoch, host: Epoch, late: Epoch = Epoch.NEW) -> None:
         """Fill everything: the device is idle before and after."""
         self.device.synchronize()
-        whole = pattern(self._labels(len(self._whole)), self.room.page_bytes, Epoch.CANARY)
-        whole[np.asarray(self._page_ids) + 1] = self.image(pages)
+        whole = self._canaries[: len(self._whole)].copy()
+        copied = np.asarray(self._page_ids) + 1
+        whole[copied] = self.image(pages)
         self.device.write(self._whole, whole)
-        whole[np.asarray(self._page_ids) + 1] = self.image(late)
+        whole[copied] = self.image(late)
         self.device.write(self.late, whole[1:-1])
         self.device.write(self.seen, np.zeros_like(whole[1:-1]))
-        rows = pattern(self._labels(len(self.host)), self.room.page_bytes, Epoch.CANARY)
+        rows = self._canaries[: len(self.host)].copy()
         rows[self.rows] = self.image(host)
         self.host.numpy()[:] = rows
 
@@ -152,9 +162,6 @@ class Subject:
 
     def _compare_on_device(self, pages: torch.Tensor, epoch: Epoch) -> Comparison:
         return compare(self.device.read(pages)[self._page_ids], Rows(self.blocks, epoch))
-
-    def _labels(self, num_rows: int) -> range:
-        return range(_CANARY_LABEL, _CANARY_LABEL + num_rows)
 
     # ------------------------------------------------------------ calls
 
