@@ -29,6 +29,8 @@ from millpond.transfer.streams import StreamCopyEngine
 logger = logging.getLogger("vllm.millpond")
 
 _UNDO_S = 60.0
+_BEHIND_A_FENCE_MAX: Final = 256
+"""Copies that are enqueued behind a fence while it is not passed."""
 _KERNEL_PROGRAMS: Final = 32
 """Programs of the kernel over the link, each on one of the GPU's 132 multiprocessors (H200)."""
 _PRIORITIES: Final = {Direction.LOAD: -1, Direction.STORE: 0}
@@ -72,6 +74,8 @@ class CudaStream:
         self._routes = routes
         self._region = region
         self._stream = torch.cuda.Stream(device=device, priority=_PRIORITIES[direction])
+        self._fence: CudaEvent | None = None
+        """What later work waits for on the device."""
         self._feed = Feed(self._stream)
         self._stager: Stager | None = Stager(device, direction, self._stream, self._feed)
 
@@ -80,9 +84,15 @@ class CudaStream:
         if not isinstance(fence, CudaEvent):
             raise CopyFailed(f"a fence of type {type(fence).__name__}, not of this device")
         self._stream.wait_event(fence.event)
+        self._fence = fence
 
     def copy(self, copies: Copies) -> object:
-        """Enqueue the copies, each by the route of its size."""
+        """Enqueue the copies, each by the route of its size.
+
+        So many that a stream may not hold them are enqueued when the fence has been passed.
+        """
+        if self._fence is not None and len(copies.lengths) > _BEHIND_A_FENCE_MAX:
+            self._fence.wait()
         by_route: dict[Route, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
         routes = self._routes()
         for length in np.unique(copies.lengths).tolist():
@@ -172,7 +182,7 @@ class CudaDevice:
 
     def fence(self) -> Fence:
         """Return a fence behind all work on the calling thread's current stream."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream())
         return CudaEvent(event)
 
