@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -19,7 +18,7 @@ from millpond.router.options import HealthOptions, Limits, RouterOptions
 from millpond.router.placement.chosen import Policy
 from millpond.router.records import AccessLog
 from millpond.router.replicas import Replicas
-from millpond.router.server import http_server
+from millpond.router.server import http_server, listen
 
 WAIT_S = 20.0
 EVENT = b'data: {"choices":[{"index":0,"text":" token"}]}\n\n'
@@ -247,7 +246,7 @@ async def front(
         router = Router(known, options, pool, AccessLog(log_file))
         await router.start()
         stack.push_async_callback(router.stop)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        listener = listen("127.0.0.1", 0)
         server = http_server(router, limits, stop_grace_s=1)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         session = await stack.enter_async_context(

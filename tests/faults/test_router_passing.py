@@ -3,10 +3,12 @@
 import asyncio
 import gzip
 import json
+import socket
 
 import pytest
 
 from millpond.router.options import Limits
+from millpond.router.server import listen
 from tests.faults.router_world import (
     DONE,
     EVENT,
@@ -270,3 +272,12 @@ def test_a_connection_serves_many_requests() -> None:
                     assert await reader.readexactly(2) == b"ok"
 
     run(scenario)
+
+
+def test_the_first_event_does_not_wait_for_an_acknowledgement() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
