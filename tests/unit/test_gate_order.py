@@ -2,11 +2,14 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from millpond.cli import run
 from millpond.cli.exits import Exit
@@ -130,7 +133,7 @@ EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 def own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file for a module that the gate can import; what it makes is forgotten."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "my_path", raising=False)
+    monkeypatch.delitem(sys.modules, "my_path", raising=False)
     return tmp_path / "my_path.py"
 
 
@@ -240,6 +243,31 @@ def test_a_gpu_that_is_asked_for_and_not_there_has_its_own_code(
 ) -> None:
     assert run(["gate", "order", "--device", "cuda"], {}) == Exit.NO_GPU
     assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("modules", "code", "words"),
+    [
+        ({"triton": None}, Exit.NO_PACKAGE, "triton"),
+        ({"millpond.gate.spin": ModuleType("spin")}, Exit.GPU_MEMORY, "7 MiB of the GPU's"),
+    ],
+    ids=["no Triton", "no memory"],
+)
+def test_a_gpu_that_cannot_be_used_has_its_own_code(
+    modules: dict[str, ModuleType | None],
+    code: Exit,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7 * 2**20, 2**40))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.delitem(sys.modules, "millpond.gate.spin", raising=False)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert run(["gate", "order", "--device", "cuda"], {}) == code
+    assert words in capsys.readouterr().err
 
 
 def test_the_table_says_first_on_which_device(

@@ -129,8 +129,13 @@ def test_what_a_path_raises_is_a_reason_and_the_next_test_goes_on(device: Emulat
                 raise RuntimeError("no such luck")
             return super().copy(direction, pairs)  # pyright: ignore[reportArgumentType]
 
+        def close(self) -> None:
+            super().close()
+            raise RuntimeError("cannot close")
+
     path = Raises(device, Habits())
     findings = check_path(device, path, SIZE, TIMING, lambda _: None)  # pyright: ignore[reportArgumentType]
+    assert "cannot close" in findings[-1].reason
     by_direction = {each.direction: each for each in findings}
     assert by_direction[Direction.STORE].verdict is UNTESTED
     assert "RuntimeError: no such luck" in by_direction[Direction.STORE].reason

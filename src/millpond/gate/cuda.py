@@ -16,17 +16,14 @@ from millpond.transfer.device import CopyFailed, Device, Fence
 from millpond.transfer.routes import Route
 
 _ROUTES: Final = (
-    (Route.BATCH, Size(96, 256 * KIB)),
-    (Route.LOOP, Size(96, 256 * KIB)),
+    (Route.BATCH, Size(64, 256 * KIB)),
+    (Route.LOOP, Size(64, 256 * KIB)),
     # More than two pieces of the staging buffer, so that each is used again.
     (Route.STAGED, Size(1024, 64 * KIB)),
     (Route.KERNEL, Size(384, 64 * KIB)),
 )
-TARGET_SIZE: Final = Size(96, 256 * KIB)
-"""For paths of others."""
-
 _FREE_BYTES_MIN: Final = 1024 * MIB
-"""The largest test's buffers three times, staging buffers of the engine, and what kernels take."""
+"""Three times the pages of the largest test, buffers of our own engine, and what kernels take."""
 _CONNECTIONS: Final = "32"
 
 

@@ -61,12 +61,14 @@ def check_path(
         subject = Subject(device, path, size, timing)
     except FAILURES as error:
         return [untested(None, path.name, error)]
+    with contextlib.suppress(*FAILURES):  # each test says so itself
+        subject.warm_up()
+    findings = [_checked(subject, test, show) for test in plan_tests(path)]
     try:
-        with contextlib.suppress(*FAILURES):  # each test says so itself
-            subject.warm_up()
-        return [_checked(subject, test, show) for test in plan_tests(path)]
-    finally:
         subject.close()
+    except FAILURES as error:
+        findings.append(untested(None, path.name, error))
+    return findings
 
 
 def check_edge(subject: Subject, test: Test) -> Finding:
