@@ -129,10 +129,10 @@ class Replicas:
     def mean_error(self, replica: str, ids: Sequence[int], answer: Completion) -> float:
         """Return how far an answer's log-probabilities are from those of a single pass.
 
-        The pass is over ``ids`` and the answer, without the pool. For long answers, of which
-        another run may say something else where two tokens are about as likely: around 0.05 is
-        vLLM's own difference between decoding and prefill, and with 16 other tokens in the
-        prompt it is above 1.
+        The pass is over ``ids`` and the answer, without the pool. For answers of which another
+        run may say something else where two tokens are about as likely, as it is cut into other
+        steps: up to 0.07 is vLLM's own difference between decoding and prefill, and with 16
+        other tokens in the prompt it is above 1.
         """
         place = self.system.replica(replica)
         body = {
@@ -153,6 +153,10 @@ class Replicas:
             )
         ]
         return sum(errors) / len(errors)
+
+    def assert_right(self, replica: str, ids: Sequence[int], answer: Completion) -> None:
+        """Check an answer of a request that ran beside others: see ``mean_error``."""
+        assert self.mean_error(replica, ids, answer) < 2 * ROUNDING
 
     def reset(self, replica: str) -> None:
         """Make one engine forget its local prefixes, once its stores have ended."""
@@ -260,6 +264,10 @@ class Gates:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def num_failing(self, kind: str) -> int:
+        """Return how many copies have been chosen to fail since the system started."""
+        return len(list(self.folder.glob(f"failing-{kind}-*")))
 
     @contextmanager
     def __call__(self, *names: str) -> Iterator[None]:

@@ -5,10 +5,13 @@ is about to begin; ``<kind>`` is ``store`` or ``load``:
 
     hold-<kind>, hold-<kind>-<rank>     copies wait as long as the file is there (60 s at most)
     fail-<kind>, fail-<kind>-<rank>     copies move nothing and end with an error
+
+Of each copy that is to fail there is a file ``failing-<kind>-<number>`` from then on.
 """
 
 import os
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +41,9 @@ class Gates:
     def is_set(self, word: str, direction: Direction) -> bool:
         name = f"{word}-{direction.value}"
         return any((self._folder / n).exists() for n in (name, f"{name}-{self._rank}"))
+
+    def note_failing(self, direction: Direction) -> None:
+        (self._folder / f"failing-{direction.value}-{uuid.uuid4().hex}").touch()
 
 
 class GatedFence:
@@ -73,6 +79,7 @@ class GatedCopyEngine:
     ) -> None:
         done = on_done
         if self._gates.is_set("fail", direction):
+            self._gates.note_failing(direction)
             nothing = np.empty(0, np.uint64)
             copies = Copies(nothing, nothing, nothing)
 
