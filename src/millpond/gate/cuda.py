@@ -17,11 +17,14 @@ from millpond.transfer.routes import Route
 
 _ROUTES: Final = (
     (Route.BATCH, Size(64, 256 * KIB)),
+    # More than are enqueued behind a fence that is not passed.
+    (Route.BATCH, Size(512, 64 * KIB)),
     (Route.LOOP, Size(64, 256 * KIB)),
     # More than two pieces of the staging buffer, so that each is used again.
-    (Route.STAGED, Size(1024, 64 * KIB)),
-    (Route.KERNEL, Size(384, 64 * KIB)),
+    (Route.STAGED, Size(384, 192 * KIB)),
+    (Route.KERNEL, Size(256, 64 * KIB)),
 )
+
 _FREE_BYTES_MIN: Final = 1024 * MIB
 """Three times the pages of the largest test, buffers of our own engine, and what kernels take."""
 _CONNECTIONS: Final = "32"

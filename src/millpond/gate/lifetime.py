@@ -20,7 +20,6 @@ from millpond.gate.subject import Call, Subject, poll
 from millpond.gate.verdicts import Attempt, Control
 from millpond.transfer.copies import Direction
 
-_SETTLE_S_MAX: Final = 10.0
 _BUSY_S_MAX: Final = 1.0
 
 
@@ -94,10 +93,9 @@ def _lend(
     number = path.watch.num_enqueued
     completion = path.submit(direction, list(subject.pairs), keep_alive=keep_alive)
     call = Call(completion, None, was_blocked=hold.is_open())
-    # Tables are made when the lane enqueues the copies, which may be a moment later.
-    poll(lambda: path.watch.num_enqueued > number, _SETTLE_S_MAX)
+    # Tables are made when the lane enqueues the copies: a moment later, or behind the hold.
     if control is not Control.SYNCHRONIZED:
-        poll(lambda: number in path.watch.given_up, subject.timing.delay_s / 4)
+        poll(lambda: number in path.watch.given_up, subject.timing.delay_s / 2)
     if number in path.watch.given_up and not hold.is_open():
         given_up.append("the tables of its copies")
     return call, lent, given_up

@@ -17,6 +17,7 @@ from millpond.gate.paths import Path
 from millpond.gate.subject import Timing
 from millpond.gate.targets import make_target
 from millpond.gate.verdicts import Finding, Verdict
+from millpond.model.limits import KIB
 
 OWN: Final = "millpond"
 """The name of our own engine among the targets: all of its routes, and the geometry."""
@@ -108,7 +109,9 @@ def check_mutants(device: GateDevice, options: OrderOptions, show: Show) -> Orde
 
 def _check_own(device: GateDevice, timing: Timing, report: OrderReport, show: Show) -> None:
     for route, size in device.routes:
-        name = OWN if len(device.routes) == 1 else f"{OWN} ({route.value})"
+        name = OWN
+        if len(device.routes) > 1:
+            name += f" ({route.value}, {size.page_bytes // KIB} KiB)"
         path = OwnPath(name, lambda route=route: device.copier(route))
         report.versions.update(path.versions)
         report.findings += check_path(device, path, size, timing, show)
