@@ -8,7 +8,7 @@ import numpy as np
 
 from millpond.gate.order import OrderReport
 from millpond.gate.patterns import WORD_BYTES, Comparison, Wrong
-from millpond.gate.verdicts import GUARDS, Finding
+from millpond.gate.verdicts import GUARDS, Finding, Verdict
 
 _COLUMNS_MAX: Final = 64
 _ROWS_MAX: Final = 96
@@ -98,7 +98,7 @@ def _edge(finding: Finding) -> str:
 def _class(finding: Finding) -> str:
     if finding.is_good:
         return "good"
-    return "bad" if finding.wrong is not None else "doubt"
+    return "bad" if finding.verdict is Verdict.NOT_ORDERED else "doubt"
 
 
 def _mutants(report: OrderReport) -> str:
