@@ -15,6 +15,9 @@ import pytest
 
 from millpond.cli import run as run_cli
 from millpond.cli.exits import Exit
+from millpond.router.health import Health
+from millpond.router.options import ServeOptions
+from millpond.router.server import serve
 from tests.faults.router_world import (
     DONE,
     EVENT,
@@ -71,6 +74,10 @@ class Live:
             await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode
+
+    def log(self) -> list[str]:
+        """Return the lines of the access log."""
+        return (self.folder / "log").read_text().splitlines()
 
     async def errors(self) -> str:
         assert self.process is not None
@@ -184,7 +191,7 @@ def test_a_signal_ends_streams_and_then_the_router(number: int) -> None:
             with pytest.raises((aiohttp.ClientError, AssertionError)):
                 await asking
             assert not router.admin.exists()
-            (line,) = (router.folder / "log").read_text().splitlines()
+            (line,) = router.log()
             assert json.loads(line)["ended"] == "router-stopped"
 
     run(scenario)
@@ -195,6 +202,7 @@ def test_a_killed_router_starts_again_at_the_same_places() -> None:
         async with live("a", "b") as router:
             await router.start()
             assert len(await router.served_by(2)) == 2
+            await until(lambda: len(router.log()) == 2, "both are in the access log")
             port = router.port
             assert await router.stop(signal.SIGKILL) == -signal.SIGKILL
             assert router.admin.exists()
@@ -202,7 +210,7 @@ def test_a_killed_router_starts_again_at_the_same_places() -> None:
             assert router.port == port
             assert len(await router.served_by(2)) == 2
             assert await router.stop(signal.SIGINT) == Exit.OK
-            assert len((router.folder / "log").read_text().splitlines()) == 4
+            assert len(router.log()) == 4
 
     run(scenario)
 
@@ -227,3 +235,24 @@ def test_places_that_are_taken_are_named() -> None:
             assert await router.served_by(1) == ["a"]
 
     run(scenario)
+
+
+def test_a_bug_in_a_task_of_its_own_ends_the_router_and_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without its health checks, say, a router would go on and serve more and more wrongly."""
+
+    async def fail(_health: Health) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Health, "run", fail)
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:
+        options = ServeOptions(
+            host="127.0.0.1",
+            port=0,
+            replicas={"a": "http://127.0.0.1:9"},
+            admin_socket=Path(folder) / "router.sock",
+            pool_socket=None,
+        )
+        with pytest.raises(KeyError, match="a bug"):
+            serve(options)

@@ -271,15 +271,21 @@ def test_only_what_generates_is_attributed() -> None:
 
 def test_cost_goes_where_the_prefix_is() -> None:
     async def scenario() -> None:
-        replicas = [ScriptedReplica(name, stream(EVENT, DONE)) for name in "abc"]
+        replicas = [ScriptedReplica(name, stream(EVENT, DONE)) for name in "ab"]
         async with front(*replicas, policy=Policy.COST) as router:
-            names = [(await ask(router))["x-millpond-replica"] for _ in range(4)]
-            assert len(set(names)) == 1
-            busy = next(each for each in replicas if each.name == names[0])
-            busy.health = 503
+            first, second = replicas
+            first.health = 503
+            await router.ready(1)
+            assert (await ask(router))["x-millpond-replica"] == "b"
+            first.health = 200
             await router.ready(2)
+            # Of equals it would be a.
+            assert (await ask(router))["x-millpond-replica"] == "b"
+            second.health = 503
+            await router.ready(1)
             headers = await ask(router)
-            # It is down and may have lost all it held: nobody is known to hold the prefix.
+            # b is down and may have lost all it held: nobody is known to hold the prefix.
             assert headers["x-millpond-prefix-holder"] == "none"
+            assert headers["x-millpond-replica"] == "a"
 
     run(scenario)

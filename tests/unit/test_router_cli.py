@@ -51,7 +51,7 @@ def test_wrong_usage_ends_with_2_and_names_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x", "127.0.0.1:8001", "http://", "http://x?y", "http://x:0x"]
+    "url", ["ftp://x", "127.0.0.1:8001", "http://", "http://x?y", "http://x:0x", "http://a..b"]
 )
 def test_bad_addresses_end_with_2(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -30,6 +31,8 @@ from millpond.router.replicas import Replica, Replicas
 
 Receive = Callable[[], Awaitable[Message]]
 Scope = dict[str, Any]
+
+_log = logging.getLogger(__name__)
 
 OWN_PATHS: Final = "/millpond"
 _OPEN_PATHS: Final = frozenset({"/health"})
@@ -83,6 +86,10 @@ class Router:
             for each in (self._health.run(), self._attributor.run(), self._watch())
         ]
 
+    async def wait_broken(self) -> None:
+        """Wait for ever, or raise what ended one of the router's own tasks: a bug."""
+        await asyncio.gather(*self._tasks)
+
     async def stop(self) -> None:
         """End everything; requests that still run are cut off."""
         ending = {*self._tasks, *self._serving}
@@ -115,6 +122,9 @@ class Router:
                 await self._serve(exchange, receive)
         except asyncio.CancelledError:
             record.ended = Ended.ROUTER_STOPPED
+            raise
+        except Exception:
+            _log.exception("request failed: request_id=%s", record.request_id)
             raise
         finally:
             self._serving.discard(task)

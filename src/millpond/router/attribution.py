@@ -124,7 +124,7 @@ class Attributor:
             self._waiting.append(_Waiting(record, 0, time.monotonic() + _ASK_AFTER_S[0]))
 
     async def run(self) -> None:
-        """Ask for what is due, for ever."""
+        """Ask for what is due, for ever; without a pool, end at once."""
         if self._pool is None:
             return
         loop = asyncio.get_running_loop()

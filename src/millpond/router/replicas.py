@@ -101,5 +101,5 @@ def check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8001")
-    _ = parts.port  # raises for a port out of range
+    _ = parts.port, parts.hostname.encode("idna")  # raise for what cannot be connected to
     return url.rstrip("/")

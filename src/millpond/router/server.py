@@ -70,15 +70,15 @@ async def _serve(
         _log.info("router ready url=%s admin=%s", url, options.admin_socket)
         if on_ready is not None:
             on_ready(Serving(url, options.admin_socket))
-        limits = options.router.limits
-        await _serve_public(http_server(router, limits, stop_grace_s=options.stop_grace_s), public)
+        server = http_server(router, options.router.limits, stop_grace_s=options.stop_grace_s)
+        await _serve_public(server, router, public)
         _log.info("router stopped url=%s", url)
     finally:
         await runner.cleanup()
         await router.stop()
 
 
-async def _serve_public(server: uvicorn.Server, public: socket.socket) -> None:
+async def _serve_public(server: uvicorn.Server, router: Router, public: socket.socket) -> None:
     def on_signal() -> None:
         server.force_exit = server.should_exit
         server.should_exit = True
@@ -86,11 +86,18 @@ async def _serve_public(server: uvicorn.Server, public: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(server.serve(sockets=[public]))
+    broken = asyncio.create_task(router.wait_broken())
     try:
-        await server.serve(sockets=[public])
+        await asyncio.wait({serving, broken}, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        server.should_exit = True
+        await serving
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+        broken.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await broken
 
 
 def http_server(router: Router, limits: Limits, *, stop_grace_s: float) -> uvicorn.Server:
