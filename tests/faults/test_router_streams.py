@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from millpond.router.options import Limits
@@ -195,6 +199,35 @@ def test_the_responses_api_gets_an_error_event_of_its_own_form() -> None:
             assert event == b"event: error"
             fields = json.loads(data.removeprefix(b"data: "))
             assert (fields["type"], fields["error"]["code"]) == ("error", 502)
+
+    run(scenario)
+
+
+async def exhaust(events: AsyncIterator[object]) -> None:
+    async for _ in events:
+        continue
+
+
+@pytest.mark.parametrize("api", ["completions", "chat", "responses"])
+def test_the_official_client_raises_the_error(api: str) -> None:
+    async def scenario() -> None:
+        held = Held(first=b": a comment\n\n")
+        async with front(ScriptedReplica("a", held)) as router:
+            # An environment with a proxy must not lead elsewhere.
+            http = httpx.AsyncClient(trust_env=False, timeout=20)
+            async with openai.AsyncOpenAI(
+                base_url=f"{router.url}/v1", api_key="any", max_retries=0, http_client=http
+            ) as client:
+                if api == "completions":
+                    asking = client.completions.create(model="m", prompt="x", stream=True)
+                elif api == "chat":
+                    asking = client.chat.completions.create(model="m", messages=[], stream=True)
+                else:
+                    asking = client.responses.create(model="m", input="x", stream=True)
+                events: Any = await asking
+                held.calls[0].kill()
+                with pytest.raises(openai.APIError, match="replica a ended the connection"):
+                    await exhaust(events)
 
     run(scenario)
 

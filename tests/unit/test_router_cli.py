@@ -78,6 +78,7 @@ def test_flags_become_options(tmp_path: Path) -> None:
         *("--replica", "b=http://[::1]:8002/", "--policy", "pinned", "--port", "0"),
         *("--api-key-file", str(key), "--body-max", "1MiB", "--next-byte-timeout", "7"),
         *("--affinity-header", "x-me", "--access-log", "log"),
+        *("--local-tokens", "5", "--pool-tokens", "6"),
         environ={"MILLPOND_SOCKET": "/run/me/pool.sock"},
     )
     assert found.replicas == {"a": "http://127.0.0.1:8001", "b": "http://[::1]:8002/"}
@@ -89,6 +90,7 @@ def test_flags_become_options(tmp_path: Path) -> None:
     assert found.router.affinity.header == "x-me"
     assert found.router.limits.body_bytes_max == 2**20
     assert found.router.limits.next_byte_s == 7
+    assert (found.router.local_tokens, found.router.pool_tokens) == (5, 6)
 
 
 def test_an_empty_key_is_no_key(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ from millpond.router.placement.chosen import Policy
 from millpond.router.prompts import Affinity
 
 _ADMIN_SOCKET: Final = "router.sock"
-_LIMITS: Final = Limits()
-_AFFINITY: Final = Affinity()
+_ROUTER: Final = RouterOptions()
+_LIMITS: Final = _ROUTER.limits
+_AFFINITY: Final = _ROUTER.affinity
 _SECONDS: Final = click.FloatRange(min=0.1, max=86_400)
 
 
@@ -86,6 +87,22 @@ def admin_socket_option(function: FunctionT) -> FunctionT:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Ask clients for this key, too.  [default: keys only pass through]",
+)
+@click.option(
+    "--local-tokens",
+    type=click.IntRange(min=1),
+    default=_ROUTER.local_tokens,
+    show_default=True,
+    metavar="N",
+    help="Tokens that a replica's own cache holds, about.",
+)
+@click.option(
+    "--pool-tokens",
+    type=click.IntRange(min=1),
+    default=_ROUTER.pool_tokens,
+    show_default=True,
+    metavar="N",
+    help="Tokens that the pool holds, about.",
 )
 @click.option("--affinity-header", default=_AFFINITY.header, show_default=True, metavar="NAME")
 @click.option("--affinity-cookie", default=_AFFINITY.cookie, show_default=True, metavar="NAME")
@@ -230,6 +247,8 @@ def serve_options(context: Context, flags: dict[str, object]) -> ServeOptions:
             policy=Policy(str(flags["policy"])),
             api_key=_read_key(_path(flags["api_key_file"])),
             affinity=Affinity(str(flags["affinity_header"]), str(flags["affinity_cookie"])),
+            local_tokens=int(str(flags["local_tokens"])),
+            pool_tokens=int(str(flags["pool_tokens"])),
             limits=Limits(
                 first_byte_s=float(str(flags["first_byte_timeout"])),
                 next_byte_s=float(str(flags["next_byte_timeout"])),
