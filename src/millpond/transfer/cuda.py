@@ -29,8 +29,11 @@ from millpond.transfer.streams import StreamCopyEngine
 logger = logging.getLogger("vllm.millpond")
 
 _UNDO_S = 60.0
-_BEHIND_A_FENCE_MAX: Final = 256
-"""Copies that are enqueued behind a fence while it is not passed."""
+_MEASURED_AGAIN_MAX: Final = 3
+_QUICK_COPIES_MAX: Final = 3072
+"""Copies that the driver takes within 2 ms (0.6 us each on an H200's host)."""
+_BEHIND_A_FENCE_MAX: Final = 4096
+"""Copies that are enqueued behind a fence while it is not passed; twice as many were fine."""
 _KERNEL_PROGRAMS: Final = 32
 """Programs of the kernel over the link, each on one of the GPU's 132 multiprocessors (H200)."""
 _PRIORITIES: Final = {Direction.LOAD: -1, Direction.STORE: 0}
@@ -85,6 +88,10 @@ class CudaStream:
             raise CopyFailed(f"a fence of type {type(fence).__name__}, not of this device")
         self._stream.wait_event(fence.event)
         self._fence = fence
+
+    def is_quick(self, copies: Copies) -> bool:
+        """Say whether the driver takes the copies within 2 ms."""
+        return len(copies.lengths) <= _QUICK_COPIES_MAX
 
     def copy(self, copies: Copies) -> object:
         """Enqueue the copies, each by the route of its size.
@@ -244,12 +251,22 @@ class CudaDevice:
 
         return measure(self._device, copy, sample)
 
+    def _measure_best(self) -> Measured:
+        """Measure again where the link looks slow: others may have been using it."""
+        best = self.measure()
+        for _ in range(_MEASURED_AGAIN_MAX):
+            if not best.link.is_slow:
+                break
+            again = self.measure()
+            best = max(best, again, key=lambda each: each.link.slower_gb_s)
+        return best
+
     def _measure_once(self) -> None:
         if self._is_measured:
             return
         self._is_measured = True
         try:
-            measured = self.measure()
+            measured = self._measure_best()
         except (CopyFailed, cudart.CudaFailed, RuntimeError) as failure:
             logger.warning("event=link_not_measured reason=%r", str(failure))
             return

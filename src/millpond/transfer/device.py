@@ -36,8 +36,13 @@ class Event(Fence, Protocol):
 class Stream(Protocol):
     """A queue of the device: its work runs in order, and unordered against other streams.
 
-    Used by one thread. Nothing here waits for the device.
+    Used by one thread at a time. Only ``copy`` may wait for the device, and only where it is
+    not quick.
     """
+
+    def is_quick(self, copies: Copies) -> bool:
+        """Say whether enqueuing ``copies`` takes a thread at most some 2 ms."""
+        ...
 
     def wait_for(self, fence: Fence) -> None:
         """Hold back what is enqueued from now on until ``fence`` is passed."""

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from millpond.model.limits import MIB
 from millpond.transfer import cudart
 
 PORTION_COPIES: Final = 1024
 """Copies in one call: 0.6 ms, in which the engine's own launches may have to wait."""
-PORTION_BYTES: Final = 64 * MIB
-"""About a millisecond on the link."""
-PORTIONS_MAX: Final = 4
-"""On a stream at a time: enough to keep the copy engines busy."""
+PORTIONS_MAX: Final = 8
+"""On a stream at a time. Each wait for one's end needs the interpreter lock, for which a busy
+engine lets wait for 5 ms: these are 9 ms of pages of 64 KiB."""
 
 
 class Feed:
@@ -44,9 +42,8 @@ class Feed:
         """Enqueue independent copies; with ``one_by_one``, or an old driver, a call for each."""
         is_batched = cudart.has_batch_copy() and not one_by_one
         enqueue = cudart.copy_batch if is_batched else cudart.copy_each
-        num_copies = max(1, min(PORTION_COPIES, PORTION_BYTES // int(lengths.max(initial=1))))
-        for start in range(0, len(lengths), num_copies):
-            some = slice(start, start + num_copies)
+        for start in range(0, len(lengths), PORTION_COPIES):
+            some = slice(start, start + PORTION_COPIES)
             if len(self._ends) == PORTIONS_MAX:
                 self._ends.popleft().synchronize()
             enqueue(sources[some], targets[some], lengths[some], self._stream.cuda_stream)

@@ -38,10 +38,15 @@ class LinkSpeed:
         return _GB_S_PER_LANE[self.generation] * self.width
 
     @property
+    def slower_gb_s(self) -> float:
+        """The slower way."""
+        return min(self.h2d_gb_s, self.d2h_gb_s)
+
+    @property
     def is_slow(self) -> bool:
         """Whether either way gives less than 80 % of what the link allows."""
         allowed = self.allowed_gb_s
-        return allowed is not None and min(self.h2d_gb_s, self.d2h_gb_s) < SLOW_RATIO * allowed
+        return allowed is not None and self.slower_gb_s < SLOW_RATIO * allowed
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,6 @@ def log_measured(measured: Measured) -> None:
             link.generation,
             link.width,
             allowed,
-            "less than 80 % of what the link allows: look for other traffic, a NUMA node away "
-            "from the GPU, or power saving",
+            "less than 80 % of what the link allows, measured four times: look for other traffic "
+            "(another replica on this GPU), a NUMA node away from the GPU, or power saving",
         )

@@ -26,8 +26,8 @@ class Registration:
 
     Keeps the mapping alive until ``undo``. Slots that lie in a registered prefix can be
     copied at once; others cannot be copied yet. ``prepare`` runs first in each thread,
-    ``on_first`` once the first piece is registered, ``on_failure`` where one cannot be, each in
-    the thread that did it.
+    ``on_first`` once the first piece is registered and before it counts, ``on_failure`` where
+    one cannot be, each in the thread that did it.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Registration:
             except cudart.CudaFailed as error:
                 self._fail(error, start, num_bytes)
                 return
-            self._note(index)
             if index == 0:
                 self._on_first()
+            self._note(index)
 
     def _take(self) -> int | None:
         with self._lock:

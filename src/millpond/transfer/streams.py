@@ -1,13 +1,15 @@
 """Copies on streams of their own, and every edge between them and the engine.
 
     engine's thread    fence()     a point behind the work on the engine's current stream
-                       submit()    puts the copies into the direction's lane, and returns
-    enqueuing thread   the lane's stream waits for the fence, takes the copies, marks their end
+                       submit()    enqueues in the direction's lane: its stream waits for the
+                                   fence, takes the copies, marks their end
+    enqueuing thread   does the same for submissions that are not quick to enqueue
     ending thread      waits for the end on the device, then ``on_done``
 
-Each direction is a lane: loads never queue behind stores. Handing thousands of copies to a
-driver takes milliseconds, which are not the engine's. The gate breaks each step that has a
-line "guards:", one at a time, and must notice (docs/ORDERING.md).
+Each direction is a lane: loads never queue behind stores. Handing many thousands of copies to
+a driver takes milliseconds, which are not the engine's; handing few to another thread takes as
+long as the engine's keeps the interpreter lock, which may be five. The gate breaks each step
+that has a line "guards:", one at a time, and must notice (docs/ORDERING.md).
 """
 
 import threading
@@ -54,6 +56,8 @@ class Lane:
         self._waiting: deque[Submission] = deque()
         self._in_flight: deque[InFlight] = deque()
         self._num_unfinished = 0
+        self._is_enqueuing = False
+        """Whether some thread is about to put a submission on the stream: one at a time."""
         self._closed = False
         self._threads = [
             threading.Thread(target=run, name=f"millpond-{direction.value}-{name}", daemon=True)
@@ -63,13 +67,18 @@ class Lane:
             thread.start()
 
     def put(self, submission: Submission) -> None:
-        """Queue a submission; ``ValueError`` once closed."""
+        """Enqueue a submission, at once if that is quick; ``ValueError`` once closed."""
         with self._changed:
             if self._closed:
                 raise ValueError("submit to a closed copy engine")
-            self._waiting.append(submission)
             self._num_unfinished += 1
-            self._changed.notify_all()
+            is_next = not self._waiting and not self._is_enqueuing
+            if not (is_next and self._stream.is_quick(submission.copies)):
+                self._waiting.append(submission)
+                self._changed.notify_all()
+                return
+            self._is_enqueuing = True
+        self._put_on_stream(submission)
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Wait until nothing is queued or in flight; False when the time ran out."""
@@ -89,20 +98,29 @@ class Lane:
             return False
         return self._stream.close(max(0.0, deadline_s - time.monotonic()))
 
-    # -------------------------------------------------------------- enqueuing thread
+    # -------------------------------------------------------------- enqueuing
 
     def _run_enqueuing(self) -> None:
         self._device.enter_thread()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting) or self._closed)
+                self._changed.wait_for(self._has_turn)
                 if not self._waiting:
                     return
+                self._is_enqueuing = True
                 submission = self._waiting.popleft()
-            item = self._enqueue(submission)
-            with self._changed:
-                self._in_flight.append(item)
-                self._changed.notify_all()
+            self._put_on_stream(submission)
+            del submission  # or the last one's memory would be held until the next
+
+    def _has_turn(self) -> bool:
+        return not self._is_enqueuing and (bool(self._waiting) or self._closed)
+
+    def _put_on_stream(self, submission: Submission) -> None:
+        item = self._enqueue(submission)
+        with self._changed:
+            self._is_enqueuing = False
+            self._in_flight.append(item)
+            self._changed.notify_all()
 
     def _enqueue(self, submission: Submission) -> InFlight:
         """Put one submission on the stream."""
