@@ -38,7 +38,7 @@ askings = st.builds(
     local_tokens=st.dictionaries(st.sampled_from(NAMES + "z"), st.integers(0, 60_000)),
     pooled_tokens=st.integers(0, 60_000),
 )
-calls = st.lists(st.tuples(askings, fleets), max_size=10)
+calls = st.lists(st.tuples(askings, fleets), max_size=5)
 
 
 def fleet(*names: str, **running: int) -> list[ReplicaLoad]:
