@@ -94,6 +94,9 @@ class _WatchedStream:
     def wait_for(self, fence: Fence) -> None:
         self._stream.wait_for(fence)
 
+    def is_quick(self, copies: Copies) -> bool:
+        return self._stream.is_quick(copies)
+
     def copy(self, copies: Copies) -> object:
         return self._watch.watch(self._stream.copy(copies))
 
