@@ -86,7 +86,10 @@ class CudaStream:
         """Let the device hold back later work; ``CopyFailed`` for a fence of another kind."""
         if not isinstance(fence, CudaEvent):
             raise CopyFailed(f"a fence of type {type(fence).__name__}, not of this device")
-        self._stream.wait_event(fence.event)
+        try:
+            self._stream.wait_event(fence.event)
+        except RuntimeError as failure:
+            raise CopyFailed(str(failure)) from failure
         self._fence = fence
 
     def is_quick(self, copies: Copies) -> bool:
