@@ -197,6 +197,18 @@ def test_bytes_are_read_and_written_whatever_the_streams_do(device: EmulatedDevi
 
 
 def test_there_is_one_route_without_a_gpu(device: EmulatedDevice) -> None:
-    assert [route for route, _ in device.routes] == [Route.LOOP]
+    assert {route for route, _ in device.routes} == {Route.LOOP}
     with pytest.raises(ValueError, match="kernel"):
         device.copier(Route.KERNEL)
+
+
+def test_both_ways_onto_a_stream_are_taken(device: EmulatedDevice) -> None:
+    """Some pages are enqueued by who submits them, more by the lane's thread."""
+    stream = device.copier(Route.LOOP).stream(Direction.STORE)
+    nothing = np.zeros(max(size.num_pages for _, size in device.routes), np.uint64)
+    quick = {
+        stream.is_quick(Copies(*(nothing[: size.num_pages] for _ in range(3))))
+        for _, size in device.routes
+    }
+    assert stream.close(LONG_S)
+    assert quick == {True, False}

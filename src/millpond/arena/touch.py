@@ -33,7 +33,7 @@ def touch(
     stop: threading.Event,
     on_progress: Callable[[int], None],
 ) -> bool:
-    """Populate every page of the slots and their checksums; return False when ``stop`` was set before the end.
+    """Populate every page of the slots and their checksums; return False if it was stopped.
 
     ``on_progress(done_bytes)`` is called from the calling thread, which blocks. Raises
     ``ArenaTooLarge`` when the kernel has no memory left; what was taken goes with the arena.

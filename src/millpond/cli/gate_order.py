@@ -1,5 +1,7 @@
 """``millpond gate order``: are copies ordered when what they depend on is late?"""
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -137,7 +139,9 @@ def gate_order(
         mutants=cast("bool", flags["mutants"]),
         delay_s=cast("float", flags["delay_s"]),
     )
-    checked = check_order(asked)
+    # Other projects log to stdout, where only the result belongs.
+    with contextlib.redirect_stdout(sys.stderr):
+        checked = check_order(asked)
     if as_json:
         print_json(context.envelope(checked.report.as_json()))
     else:

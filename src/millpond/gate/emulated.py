@@ -34,7 +34,12 @@ from millpond.transfer.device import CopyFailed, Device, Event, Fence, Stream
 from millpond.transfer.routes import Route
 from millpond.transfer.threads import ThreadStream
 
-_SIZE: Final = Size(num_pages=24, page_bytes=16 * KIB)
+_QUICK_COPIES_MAX: Final = 16
+_SIZES: Final = (
+    # Enqueued by the lane's thread, and by who submits it.
+    Size(num_pages=24, page_bytes=16 * KIB),
+    Size(num_pages=_QUICK_COPIES_MAX, page_bytes=16 * KIB),
+)
 _PRIORITIES: Final = {Direction.LOAD: -1, Direction.STORE: 0}
 _COPIES_BYTES_MAX: Final = 1024 * KIB
 """Longest copy: what the decoy can stand in for."""
@@ -110,6 +115,10 @@ class EmulatedStream(ThreadStream):
             other.append(passed.set)
             self.append(lambda passed=passed: _wait_set(passed))
         self.append(work)
+
+    def is_quick(self, copies: Copies) -> bool:
+        """Return True for few copies: many are enqueued by another thread."""
+        return len(copies.lengths) <= _QUICK_COPIES_MAX
 
     def copy(self, copies: Copies) -> object:
         """Queue copies whose addresses lie in a table on the device; see the module."""
@@ -188,7 +197,7 @@ class EmulatedDevice:
 
     name = "emulated: streams are threads, no GPU was used"
     is_emulated = True
-    routes: Sequence[tuple[Route, Size]] = ((Route.LOOP, _SIZE),)
+    routes: Sequence[tuple[Route, Size]] = tuple((Route.LOOP, size) for size in _SIZES)
 
     def __init__(self) -> None:
         self.port = CopyPort()

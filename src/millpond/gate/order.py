@@ -18,6 +18,7 @@ from millpond.gate.subject import Timing
 from millpond.gate.targets import make_target
 from millpond.gate.verdicts import Finding, Verdict
 from millpond.model.limits import KIB
+from millpond.transfer.routes import Route
 
 OWN: Final = "millpond"
 """The name of our own engine among the targets: all of its routes, and the geometry."""
@@ -108,13 +109,15 @@ def check_mutants(device: GateDevice, options: OrderOptions, show: Show) -> Orde
 
 
 def _check_own(device: GateDevice, timing: Timing, report: OrderReport, show: Show) -> None:
+    seen: set[Route] = set()
     for route, size in device.routes:
-        name = OWN
-        if len(device.routes) > 1:
-            name += f" ({route.value}, {size.page_bytes // KIB} KiB)"
+        name = f"{OWN} ({route.value}, {size.num_pages} x {size.page_bytes // KIB} KiB)"
         path = OwnPath(name, lambda route=route: device.copier(route))
         report.versions.update(path.versions)
         report.findings += check_path(device, path, size, timing, show)
+        if route in seen:
+            continue
+        seen.add(route)
         for geometry in GEOMETRIES:
             show(f"{name}: {geometry.edge} {geometry.name}")
             report.findings.append(check_geometry(device, geometry, path=name, route=route))

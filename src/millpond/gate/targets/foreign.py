@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from millpond.gate.paths import CannotTest, Promise, Room
+from millpond.gate.errors import CannotTest, NoPackage, UnknownVersion
+from millpond.gate.paths import Promise, Room
 from millpond.transfer.copies import Direction
 
 _POLL_S: Final = 0.0002
@@ -21,8 +22,8 @@ _FAILS_TO_IMPORT: Final = (ImportError, OSError, RuntimeError, AttributeError)
 def known_version(distributions: Sequence[str], known: Sequence[str]) -> str:
     """Return the version of the first of ``distributions`` that is installed.
 
-    Raises ``CannotTest`` where none is, or where it is not among ``known`` (a known version
-    stands for all that it is a prefix of: "0.26" for 0.26.1 and 0.26.0+cu130).
+    Raises ``NoPackage`` where none is, ``UnknownVersion`` where it is not among ``known`` (a
+    known version stands for all that it is a prefix of: "0.26" for 0.26.1 and 0.26.0+cu130).
     """
     readable = ", ".join(known)
     for name in distributions:
@@ -31,12 +32,12 @@ def known_version(distributions: Sequence[str], known: Sequence[str]) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
         if not any(re.match(rf"{re.escape(one)}(?!\d)", version) for one in known):
-            raise CannotTest(
+            raise UnknownVersion(
                 f"{name} {version} is installed; this target knows {readable}: install one of"
                 " these beside Millpond"
             )
         return version
-    raise CannotTest(
+    raise NoPackage(
         f"{distributions[0]} is not installed; this target knows {readable}: install one of these"
     )
 
