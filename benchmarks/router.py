@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ START_S = 60.0
 BYTES_PER_TOKEN = 4
 NUM_STREAMS = 16
 NUM_TOKENS = 20
+STREAM_RATE = 50
 SHORT_TOKENS = 1_000
 LONG_TOKENS = 128_000
 NUM_LONG = 5
@@ -142,20 +144,24 @@ class Numbers:
 
 
 async def concurrent(port: int, seconds: float, numbers: Numbers) -> list[float]:
-    """Return the TTFTs of NUM_STREAMS clients that ask again and again."""
+    """Return the TTFTs of NUM_STREAMS clients that ask again and again, not all at once."""
     end = time.perf_counter() + seconds
 
-    async def one() -> list[float]:
+    async def one(number: int) -> list[float]:
+        chance = random.Random(number)
         client = Client(port)
         await client.open()
+        await asyncio.sleep(chance.random() * NUM_TOKENS / STREAM_RATE)
         found: list[float] = []
         while time.perf_counter() < end:
             body = prompt(SHORT_TOKENS, numbers.next())
-            found.append((await client.ask(body, NUM_TOKENS, 50)).ttft_s)
+            num_tokens = chance.randint(NUM_TOKENS // 2, NUM_TOKENS * 3 // 2)
+            found.append((await client.ask(body, num_tokens, STREAM_RATE)).ttft_s)
         client.close()
         return found
 
-    return [x for each in await asyncio.gather(*(one() for _ in range(NUM_STREAMS))) for x in each]
+    found = await asyncio.gather(*(one(i) for i in range(NUM_STREAMS)))
+    return [ttft_s for each in found for ttft_s in each]
 
 
 async def long_prompts(port: int, num_prompts: int, numbers: Numbers) -> list[float]:
