@@ -101,7 +101,7 @@ class Measured:
             speed = self._num_bytes / (time.thread_time() - start) / 1e9
             self.speeds.setdefault(f"checksum_{name}_gb_per_s", []).append(speed)
             self._compare(
-                f"store_{name}_ratio",
+                f"checksum_store_{name}_ratio",
                 Direction.STORE,
                 lambda sums=sums: sums.write(self._arena, self._slots),
                 number,
@@ -111,7 +111,7 @@ class Measured:
             sums = Checksums([part_of(MIB)], 0, check_ratio, chance=chance.random)
             sums.write(self._arena, self._slots)
             self._compare(
-                f"load_checked_{check_ratio:g}_ratio",
+                f"checksum_load_checked_{check_ratio:g}_ratio",
                 Direction.LOAD,
                 lambda sums=sums: self._check(sums),
                 number,
@@ -154,9 +154,9 @@ def main() -> None:
     figures = {
         **{name: round(statistics.median(each), 2) for name, each in measured.speeds.items()},
         **{name: round(statistics.median(each), 3) for name, each in measured.ratios.items()},
-        "num_bytes": num_bytes,
-        "num_rounds": options.rounds,
-        "load_average": round(os.getloadavg()[0], 1),
+        "checksum_num_bytes": num_bytes,
+        "checksum_num_rounds": options.rounds,
+        "checksum_load_average": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(figures))
     arena.close()

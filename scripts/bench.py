@@ -1,6 +1,6 @@
 """Run the measurements of benchmarks/ and write report/bench.json; `make bench`.
 
-    python scripts/bench.py [--quick] [--only lookup_1 lookup_8 leases copies replicas]
+    python scripts/bench.py [--quick] [--only lookup_1 leases copies router replicas …]
 
 Each measurement is a script that can be run alone and compares with something that it
 measures in the same run. A figure of a script that failed is missing, and the status is 1.
@@ -43,6 +43,8 @@ TARGETS = {
     "lookup_1024_keys_p50_us": ("<=", 150.0),
     "copy_vs_memcpy_ratio": (">=", 0.9),
     "index_mb_per_million_blocks": ("<=", 400.0),
+    "router_ttft_16_overhead_ms": ("<=", 2.0),
+    "router_throughput_ratio": (">=", 0.95),
 }
 
 Figures = Mapping[str, object]
@@ -70,6 +72,8 @@ MEASUREMENTS = (
     ),
     Measurement("leases", "leases.py", (), ("--rounds", "3", "--seconds", "0.2")),
     Measurement("copies", "copies.py", (), ("--mib", "64", "--rounds", "3")),
+    Measurement("checksums", "checksums.py", (), ("--mib", "64", "--rounds", "3")),
+    Measurement("router", "router.py", (), ("--rounds", "1", "--seconds", "1")),
     Measurement("replicas", "replicas.py", (), ("--rounds", "1", "--pairs", "4")),
 )
 
