@@ -93,8 +93,16 @@ class CudaStream:
         self._fence = fence
 
     def is_quick(self, copies: Copies) -> bool:
-        """Say whether the driver takes the copies within 2 ms."""
-        return len(copies.lengths) <= _QUICK_COPIES_MAX
+        """Say whether the driver takes the copies within 2 ms, and no wait comes before."""
+        num_copies = len(copies.lengths)
+        if num_copies > _QUICK_COPIES_MAX or not self._feed.has_room(num_copies):
+            return False
+        routes = self._routes()
+        is_staged = any(
+            routes.of(self._direction, length) is Route.STAGED
+            for length in np.unique(copies.lengths).tolist()
+        )
+        return not is_staged or self._stager is None or self._stager.has_room(copies.num_bytes)
 
     def copy(self, copies: Copies) -> object:
         """Enqueue the copies, each by the route of its size.

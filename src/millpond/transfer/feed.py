@@ -18,18 +18,25 @@ from millpond.transfer import cudart
 
 PORTION_COPIES: Final = 1024
 """Copies in one call: 0.6 ms, in which the engine's own launches may have to wait."""
-PORTIONS_MAX: Final = 8
-"""On a stream at a time. Each wait for one's end needs the interpreter lock, for which a busy
-engine lets wait for 5 ms: these are 9 ms of pages of 64 KiB."""
+COPIES_MAX: Final = 8192
+"""On a stream at a time: 9 ms of pages of 64 KiB. Each wait for an end needs the interpreter
+lock, for which a busy engine lets wait for 5 ms."""
 
 
 class Feed:
-    """The way onto one stream; used by one thread, which it may block until copies end."""
+    """The way onto one stream; used by one thread at a time."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._ends: deque[torch.cuda.Event] = deque()
-        """Behind each portion that may not have ended."""
+        self._portions: deque[tuple[torch.cuda.Event, int]] = deque()
+        """The end of each portion that may be on the stream, and its copies."""
+        self._num_copies = 0
+
+    def has_room(self, num_copies: int) -> bool:
+        """Say whether so many copies can be enqueued without a wait."""
+        while self._portions and self._portions[0][0].query():
+            self._num_copies -= self._portions.popleft()[1]
+        return self._num_copies + num_copies <= COPIES_MAX
 
     def copy(
         self,
@@ -39,14 +46,19 @@ class Feed:
         *,
         one_by_one: bool = False,
     ) -> None:
-        """Enqueue independent copies; with ``one_by_one``, or an old driver, a call for each."""
+        """Enqueue independent copies; with ``one_by_one``, or an old driver, a call for each.
+
+        Blocks, outside of the driver, until earlier copies end where there is no room.
+        """
         is_batched = cudart.has_batch_copy() and not one_by_one
         enqueue = cudart.copy_batch if is_batched else cudart.copy_each
         for start in range(0, len(lengths), PORTION_COPIES):
             some = slice(start, start + PORTION_COPIES)
-            if len(self._ends) == PORTIONS_MAX:
-                self._ends.popleft().synchronize()
+            num_copies = len(lengths[some])
+            while not self.has_room(num_copies):
+                self._portions[0][0].synchronize()
             enqueue(sources[some], targets[some], lengths[some], self._stream.cuda_stream)
             end = torch.cuda.Event(blocking=True)
             end.record(self._stream)
-            self._ends.append(end)
+            self._portions.append((end, num_copies))
+            self._num_copies += num_copies

@@ -46,6 +46,14 @@ class Stager:
         self._used: list[torch.cuda.Event | None] = [None] * NUM_PIECES
         """Behind the last use of each piece."""
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Say whether pages of so many bytes can be enqueued without a wait."""
+        while self._ahead and self._ahead[0].query():
+            self._ahead.popleft()
+        # A piece takes at least half of its size: see packing.
+        num_pieces = 1 + num_bytes // (PIECE_BYTES // 2)
+        return len(self._ahead) + num_pieces <= _PIECES_AHEAD_MAX
+
     def enqueue(self, copies: Copies, region: HostRegion) -> object:
         """Enqueue the copies behind what is on the lane's stream, which waits for their end.
 

@@ -68,12 +68,13 @@ class Lane:
 
     def put(self, submission: Submission) -> None:
         """Enqueue a submission, at once if that is quick; ``ValueError`` once closed."""
-        is_quick = self._stream.is_quick(submission.copies)
         with self._changed:
             if self._closed:
                 raise ValueError("submit to a closed copy engine")
+            is_next = not self._waiting and not self._is_enqueuing
+            is_quick = is_next and self._stream.is_quick(submission.copies)
             self._num_unfinished += 1
-            if not is_quick or self._waiting or self._is_enqueuing:
+            if not is_quick:
                 self._waiting.append(submission)
                 self._changed.notify_all()
                 return
