@@ -8,6 +8,7 @@ import pytest
 from millpond.config import (
     ConnectorConfig,
     PoolConfig,
+    RouterConfig,
     Settings,
     connector_config,
     default_socket_path,
@@ -96,6 +97,7 @@ def test_what_the_pool_keeps_is_read_from_all_sources(tmp_path: Path) -> None:
         ("[pool]\nsiez = 1", "'pool.siez'"),
         ("[lake]\nsize = 1", "'lake.size'"),
         ("pool = 3", "'pool'"),
+        ("[router]\nreplica = 1", "'router.replica'"),
     ],
 )
 def test_unknown_keys_of_the_file_are_refused_by_name(
@@ -162,6 +164,97 @@ def test_values_out_of_range_are_refused(key: str, value: object) -> None:
 def test_up_has_defaults_for_all_but_model_and_pool() -> None:
     config = settings({}, {"up.model": "m", "pool.size": "16MiB"}).up()
     assert (config.num_replicas, config.device, config.port) == (2, "auto", None)
+
+
+def test_a_router_is_read_from_all_sources(tmp_path: Path) -> None:
+    path = config_file(
+        tmp_path,
+        'socket = "/s/pool.sock"\n[router]\nreplicas = ["a=http://x:1", "b=http://y:2"]\n'
+        'policy = "pinned"\nhost = "::"\nport = 9000\naccess_log = "~/log"\n'
+        'api_key_file = "/k"\naffinity_header = "x-me"\nlocal_tokens = 5\n'
+        "first_byte_timeout_s = 30\nstop_grace_s = 0\n",
+    )
+    environ = {
+        "MILLPOND_ROUTER_PORT": "0",
+        "MILLPOND_ROUTER_POOL_SOCKET": "/p/pool.sock",
+        "MILLPOND_ROUTER_AFFINITY_COOKIE": "me",
+        "MILLPOND_ROUTER_NEXT_BYTE_TIMEOUT_S": "2.5",
+        "MILLPOND_ROUTER_BODY_MAX": "1MiB",
+        "MILLPOND_ROUTER_POOL_TOKENS": "6",
+    }
+    found = settings(environ, {"router.policy": "cost"}, path).router()
+    assert found == RouterConfig(
+        replicas={"a": "http://x:1", "b": "http://y:2"},
+        policy="cost",
+        host="::",
+        port=0,
+        pool_socket=Path("/p/pool.sock"),
+        admin_socket=Path("/s/router.sock"),
+        access_log=Path("~/log").expanduser(),
+        api_key_file=Path("/k"),
+        affinity_header="x-me",
+        affinity_cookie="me",
+        local_tokens=5,
+        pool_tokens=6,
+        first_byte_timeout_s=30,
+        next_byte_timeout_s=2.5,
+        body_bytes_max=MIB,
+        stop_grace_s=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("a=http://x", {"a": "http://x"}),
+        ("a=http://x, b=http://y/?a=b", {"a": "http://x", "b": "http://y/?a=b"}),
+        (["a,b=http://x"], {"a,b": "http://x"}),
+        (("b=http://y", "a=http://x"), {"b": "http://y", "a": "http://x"}),
+    ],
+)
+def test_replicas_are_a_list_or_a_text(written: object, named: Mapping[str, str]) -> None:
+    found = settings({}, {"router.replicas": written}).router().replicas
+    assert list(found.items()) == list(named.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("router.replicas", ""),
+        ("router.replicas", []),
+        ("router.replicas", 3),
+        ("router.replicas", {"a": "http://x"}),
+        ("router.replicas", "http://x"),
+        ("router.replicas", "a="),
+        ("router.replicas", " =http://x"),
+        ("router.replicas", "a=http://x,"),
+        ("router.replicas", ["a=http://x", "a=http://y"]),
+        ("router.replicas", ["x" * 200 + "=http://x"]),
+        ("router.policy", "dice"),
+        ("router.host", ""),
+        ("router.port", "-1"),
+        ("router.port", "65536"),
+        ("router.access_log", ""),
+        ("router.first_byte_timeout_s", "0"),
+        ("router.next_byte_timeout_s", "soon"),
+        ("router.body_max", "64MB"),
+        ("router.local_tokens", "0"),
+        ("router.pool_tokens", 1.5),
+        ("router.stop_grace_s", "nan"),
+    ],
+)
+def test_values_that_a_router_cannot_have_are_refused_by_key_value_and_source(
+    key: str, value: object
+) -> None:
+    flags = {"router.replicas": "a=http://x"} | {key: value}
+    with pytest.raises(ConfigError) as caught:
+        settings({}, flags).router()
+    assert str(caught.value).startswith(f"{key} = {value!r} (command line): ")
+
+
+def test_a_router_has_replicas() -> None:
+    with pytest.raises(ConfigError, match=r"router\.replicas is not set.*MILLPOND_ROUTER_REPLICAS"):
+        settings().router()
 
 
 def test_a_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import pytest
 from millpond.cli import run
 from millpond.cli.context import Context
 from millpond.cli.exits import Exit
-from millpond.cli.router import parse_replica, router, serve_options
+from millpond.cli.router import router, router_settings, serve_options
+from millpond.config import ROUTER_POLICIES, parse_replica
 from millpond.model.errors import ConfigError
-from millpond.router.options import ServeOptions
+from millpond.router import server
+from millpond.router.options import RouterOptions, ServeOptions
 from millpond.router.placement.chosen import Policy
 from millpond.router.replicas import Replicas, State
 
@@ -17,7 +19,9 @@ from millpond.router.replicas import Replicas, State
 def options(*argv: str, environ: dict[str, str] | None = None) -> ServeOptions:
     """Return what a command line means."""
     flags = router.make_context("router", list(argv), resilient_parsing=False).params
-    return serve_options(Context(environ=environ or {}, argv=()), flags)
+    flags["replicas"] = flags["replicas"] or None
+    settings = router_settings(Context(environ=environ or {}, argv=()), flags)
+    return serve_options(settings.router(), source="somewhere")
 
 
 A = ("--replica", "a=http://127.0.0.1:8001")
@@ -31,10 +35,10 @@ A = ("--replica", "a=http://127.0.0.1:8001")
         (["--replica", "=http://127.0.0.1:1"], ["=http://127.0.0.1:1"]),
         ([*A, *A], ["same name"]),
         ([*A, "--policy", "dice"], ["dice", "round-robin", "cost"]),
-        ([*A, "--port", "70000"], ["--port"]),
-        ([*A, "--body-max", "much"], ["--body-max", "much"]),
+        ([*A, "--port", "70000"], ["router.port", "'70000'", "command line"]),
+        ([*A, "--body-max", "much"], ["router.body_max", "'much'", "command line"]),
         ([*A, "--api-key-file", "/no/such"], ["/no/such"]),
-        ([*A, "--first-byte-timeout", "0"], ["--first-byte-timeout"]),
+        ([*A, "--first-byte-timeout", "0"], ["router.first_byte_timeout_s", "'0'"]),
         ([*A, "drain", "a"], ["options go after"]),
         (["drain"], ["NAME"]),
         (["add", "a"], ["'a'"]),
@@ -56,9 +60,11 @@ def test_wrong_usage_ends_with_2_and_names_what_is_wrong(
 def test_bad_addresses_end_with_2(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--replica", f"a={url}", "--admin-socket", str(tmp_path / "a.sock"), "--port", "0"]
-    assert run(["router", *argv], {}) == Exit.USAGE
-    assert "replica a" in capsys.readouterr().err
+    path = tmp_path / "some.toml"
+    path.write_text(f'[router]\nreplicas = ["b=http://x", "a={url}"]\nport = 0\n')
+    argv = ["router", "--admin-socket", str(tmp_path / "a.sock")]
+    assert run(["--config", str(path), *argv], {}) == Exit.USAGE
+    assert f"router.replicas = 'a={url}' ({path}): " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["replicas"], ["drain", "a"], ["add", "a=http://x"]])
@@ -91,6 +97,70 @@ def test_flags_become_options(tmp_path: Path) -> None:
     assert found.router.limits.body_bytes_max == 2**20
     assert found.router.limits.next_byte_s == 7
     assert (found.router.local_tokens, found.router.pool_tokens) == (5, 6)
+
+
+def test_defaults_are_those_of_the_router_itself() -> None:
+    found = options(*A, environ={"MILLPOND_SOCKET": "/run/me/pool.sock"})
+    assert found == ServeOptions(
+        host="127.0.0.1",
+        port=8000,
+        replicas={"a": "http://127.0.0.1:8001"},
+        admin_socket=Path("/run/me/router.sock"),
+        pool_socket=Path("/run/me/pool.sock"),
+    )
+    assert found.router == RouterOptions()
+    assert tuple(Policy) == ROUTER_POLICIES
+
+
+def test_what_is_in_effect_is_printed_with_its_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ServeOptions] = []
+
+    def serve(options: ServeOptions, *, on_ready: object) -> None:
+        served.append(options)
+
+    monkeypatch.setattr(server, "serve", serve)
+    (tmp_path / "key").write_text("secret")
+    path = tmp_path / "some.toml"
+    path.write_text(
+        '[router]\nreplicas = ["a=http://127.0.0.1:8001", "b=http://127.0.0.1:8002"]\n'
+        f'policy = "pinned"\nport = 9000\nbody_max = "1MiB"\napi_key_file = "{tmp_path}/key"\n'
+    )
+    environ = {"MILLPOND_ROUTER_PORT": "9001", "MILLPOND_ROUTER_NEXT_BYTE_TIMEOUT_S": "7"}
+    argv = ["--config", str(path), "router", "--next-byte-timeout", "8", "--pool-socket", "/p"]
+    assert run(argv, environ) == Exit.OK
+
+    (found,) = served
+    assert (found.router.policy, found.port) == (Policy.PINNED, 9001)
+    assert found.router.limits.next_byte_s == 8
+    captured = capsys.readouterr()
+    printed = " ".join(captured.err.split())
+    for words in (
+        "router by pinned at 127.0.0.1:9001",
+        "pool at /p, access log off, key that in",
+        "next within 8 s, bodies of at most 1MiB",
+        "replica b at http://127.0.0.1:8002",
+        f"router.policy from {path}",
+        "router.port from MILLPOND_ROUTER_PORT",
+        "router.next_byte_timeout_s from command line",
+    ):
+        assert words in printed
+    assert "secret" not in printed
+
+
+def test_replicas_of_the_command_line_replace_those_of_the_environment() -> None:
+    environ = {"MILLPOND_ROUTER_REPLICAS": "b=http://127.0.0.1:1, c=http://127.0.0.1:2"}
+    assert list(options(environ=environ).replicas) == ["b", "c"]
+    assert list(options(*A, environ=environ).replicas) == ["a"]
+
+
+def test_commands_find_the_router_where_it_is_configured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"MILLPOND_ROUTER_ADMIN_SOCKET": str(tmp_path / "configured.sock")}
+    assert run(["router", "replicas"], environ) == Exit.AWAY
+    assert environ["MILLPOND_ROUTER_ADMIN_SOCKET"] in capsys.readouterr().err
 
 
 def test_an_empty_key_is_no_key(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, cast
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -18,19 +18,20 @@ from millpond.cli.context import (
 )
 from millpond.cli.figures import count
 from millpond.cli.output import print_json, stderr, stdout
-from millpond.config import parse_size
+from millpond.config import (
+    ROUTER_POLICIES,
+    ROUTER_SOCKET,
+    RouterConfig,
+    Settings,
+    format_size,
+    parse_replica,
+)
 from millpond.model.errors import ConfigError
-from millpond.model.limits import NAME_LENGTH_MAX
 from millpond.router.client import RouterClient
 from millpond.router.options import METRICS_PATH, Limits, RouterOptions, ServeOptions, Serving
 from millpond.router.placement.chosen import Policy
 from millpond.router.prompts import Affinity
-
-_ADMIN_SOCKET: Final = "router.sock"
-_ROUTER: Final = RouterOptions()
-_LIMITS: Final = _ROUTER.limits
-_AFFINITY: Final = _ROUTER.affinity
-_SECONDS: Final = click.FloatRange(min=0.1, max=86_400)
+from millpond.router.replicas import check_url
 
 
 def admin_socket_option(function: FunctionT) -> FunctionT:
@@ -39,7 +40,7 @@ def admin_socket_option(function: FunctionT) -> FunctionT:
         "--admin-socket",
         type=click.Path(path_type=Path),
         metavar="PATH",
-        help=f"Where the router is changed.  [default: {_ADMIN_SOCKET} beside the pool's socket]",
+        help=f"Where the router is changed.  [default: {ROUTER_SOCKET} beside the pool's socket]",
     )(function)
 
 
@@ -62,13 +63,11 @@ def admin_socket_option(function: FunctionT) -> FunctionT:
 )
 @click.option(
     "--policy",
-    type=click.Choice([each.value for each in Policy]),
-    default=Policy.COST.value,
-    show_default=True,
-    help="How a replica is chosen.",
+    metavar="POLICY",
+    help=f"How a replica is chosen: {', '.join(ROUTER_POLICIES)}.  [default: cost]",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST")
-@click.option("--port", type=click.IntRange(0, 65_535), default=8000, show_default=True)
+@click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
+@click.option("--port", metavar="PORT", help="0 takes any that is free.  [default: 8000]")
 @click.option(
     "--pool-socket",
     type=click.Path(path_type=Path),
@@ -90,46 +89,40 @@ def admin_socket_option(function: FunctionT) -> FunctionT:
 )
 @click.option(
     "--local-tokens",
-    type=click.IntRange(min=1),
-    default=_ROUTER.local_tokens,
-    show_default=True,
     metavar="N",
-    help="Tokens that a replica's own cache holds, about.",
+    help="Tokens that a replica's own cache holds, about.  [default: 1000000]",
 )
 @click.option(
-    "--pool-tokens",
-    type=click.IntRange(min=1),
-    default=_ROUTER.pool_tokens,
-    show_default=True,
-    metavar="N",
-    help="Tokens that the pool holds, about.",
+    "--pool-tokens", metavar="N", help="Tokens that the pool holds, about.  [default: 16000000]"
 )
-@click.option("--affinity-header", default=_AFFINITY.header, show_default=True, metavar="NAME")
-@click.option("--affinity-cookie", default=_AFFINITY.cookie, show_default=True, metavar="NAME")
+@click.option(
+    "--affinity-header",
+    metavar="NAME",
+    help="Header that names a conversation.  [default: x-session-id]",
+)
+@click.option(
+    "--affinity-cookie",
+    metavar="NAME",
+    help="Cookie that does, where the header is missing.  [default: session_id]",
+)
 @click.option(
     "--first-byte-timeout",
-    type=_SECONDS,
-    default=_LIMITS.first_byte_s,
-    show_default=True,
+    "first_byte_timeout_s",
     metavar="S",
-    help="Longest wait for an answer to begin: queue and prefill.",
+    help="Longest wait for an answer to begin: queue and prefill.  [default: 600]",
 )
 @click.option(
     "--next-byte-timeout",
-    type=_SECONDS,
-    default=_LIMITS.next_byte_s,
-    show_default=True,
+    "next_byte_timeout_s",
     metavar="S",
-    help="Longest pause in an answer.",
+    help="Longest pause in an answer.  [default: 300]",
 )
-@click.option("--body-max", default="64MiB", show_default=True, metavar="SIZE")
+@click.option("--body-max", metavar="SIZE", help="Largest body of a request.  [default: 64MiB]")
 @click.option(
     "--stop-grace",
-    type=click.FloatRange(0, 600),
-    default=10.0,
-    show_default=True,
+    "stop_grace_s",
     metavar="S",
-    help="Time for streams to end on Ctrl-C.",
+    help="Time for streams to end on Ctrl-C.  [default: 10]",
 )
 @click.pass_context
 def router(context: click.Context, **flags: object) -> None:
@@ -139,30 +132,21 @@ def router(context: click.Context, **flags: object) -> None:
     through untouched; response headers x-millpond-... say which replica served and which held
     the prefix. Metrics are at /millpond/metrics.
     """
+    # An option that may be given several times is empty where it is not given.
+    given = {name: value for name, value in flags.items() if value not in {None, ()}}
     if context.invoked_subcommand is not None:
-        given = [
-            name
-            for name in flags
-            if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-        ]
         if given:
             raise click.UsageError(
                 f"options go after the subcommand: millpond router {context.invoked_subcommand} ..."
             )
         return
-    options = serve_options(context.ensure_object(Context), flags)
+    settings = router_settings(context.ensure_object(Context), given)
+    config = settings.router()
+    options = serve_options(config, source=settings.sources()["router.replicas"])
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    limits = options.router.limits
-    stderr.print(
-        f"router by {options.router.policy} for {', '.join(options.replicas)}; "
-        f"pool at {options.pool_socket}, access log {options.access_log or 'off'}, "
-        f"key {'asked for' if options.router.api_key else 'not asked for'}, "
-        f"first byte within {limits.first_byte_s:g} s, next within {limits.next_byte_s:g} s, "
-        f"bodies of at most {limits.body_bytes_max:,} bytes",
-        markup=False,
-    )
+    _show(config, settings)
 
     def on_ready(serving: Serving) -> None:
         stdout.print(f"serving at {serving.url}", markup=False)
@@ -196,7 +180,10 @@ def drain(context: Context, name: str, admin_socket: Path | None) -> None:
 @pass_context
 def add(context: Context, replica: str, admin_socket: Path | None) -> None:
     """Take a replica in while the router runs; it gets requests once it is healthy."""
-    name, url = parse_replica(replica)
+    try:
+        name, url = parse_replica(replica)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     with RouterClient(_admin_socket(context, admin_socket)) as client:
         found = client.add(name, url)
     stdout.print(f"{name} is {found['state']}")
@@ -224,54 +211,64 @@ def replicas(context: Context, admin_socket: Path | None, as_json: bool) -> None
     stdout.print(table)
 
 
-def serve_options(context: Context, flags: dict[str, object]) -> ServeOptions:
-    """Return what to serve from the flags of a command line; raises ``ConfigError``."""
-    named = [parse_replica(each) for each in cast("tuple[str, ...]", flags["replicas"])]
-    if not named:
-        raise ConfigError("no replica is given: add --replica NAME=URL for each engine")
-    if len(dict(named)) < len(named):
-        raise ConfigError("two replicas have the same name")
-    try:
-        body_bytes_max = parse_size(flags["body_max"])
-    except ValueError as error:
-        raise ConfigError(f"--body-max {flags['body_max']!r}: {error}") from None
+def router_settings(context: Context, flags: Mapping[str, object]) -> Settings:
+    """Return the settings with the flags of a command line on top; raises ``ConfigError``."""
+    return context.settings({f"router.{name}": value for name, value in flags.items()})
+
+
+def serve_options(config: RouterConfig, *, source: str) -> ServeOptions:
+    """Return what to serve; raises ``ConfigError``. ``source`` is where the replicas are from."""
+    for name, url in config.replicas.items():
+        try:
+            check_url(url)
+        except ValueError as error:
+            raise ConfigError(f"router.replicas = '{name}={url}' ({source}): {error}") from None
     return ServeOptions(
-        host=str(flags["host"]),
-        port=int(str(flags["port"])),
-        replicas=dict(named),
-        admin_socket=_admin_socket(context, _path(flags["admin_socket"])),
-        pool_socket=context.settings({"socket": flags["pool_socket"]}).socket(),
-        access_log=_path(flags["access_log"]),
-        stop_grace_s=float(str(flags["stop_grace"])),
+        host=config.host,
+        port=config.port,
+        replicas=config.replicas,
+        admin_socket=config.admin_socket,
+        pool_socket=config.pool_socket,
+        access_log=config.access_log,
+        stop_grace_s=config.stop_grace_s,
         router=RouterOptions(
-            policy=Policy(str(flags["policy"])),
-            api_key=_read_key(_path(flags["api_key_file"])),
-            affinity=Affinity(str(flags["affinity_header"]), str(flags["affinity_cookie"])),
-            local_tokens=int(str(flags["local_tokens"])),
-            pool_tokens=int(str(flags["pool_tokens"])),
+            policy=Policy(config.policy),
+            api_key=_read_key(config.api_key_file),
+            affinity=Affinity(config.affinity_header, config.affinity_cookie),
+            local_tokens=config.local_tokens,
+            pool_tokens=config.pool_tokens,
             limits=Limits(
-                first_byte_s=float(str(flags["first_byte_timeout"])),
-                next_byte_s=float(str(flags["next_byte_timeout"])),
-                body_bytes_max=body_bytes_max,
+                first_byte_s=config.first_byte_timeout_s,
+                next_byte_s=config.next_byte_timeout_s,
+                body_bytes_max=config.body_bytes_max,
             ),
         ),
     )
 
 
-def parse_replica(written: str) -> tuple[str, str]:
-    """Return name and address of NAME=URL; raises ``ConfigError``."""
-    name, mark, url = written.partition("=")
-    if not mark or not name or not name.isprintable() or len(name) > NAME_LENGTH_MAX:
-        raise ConfigError(f"{written!r} is no replica; write for example a=http://127.0.0.1:8001")
-    return name, url
+def _show(config: RouterConfig, settings: Settings) -> None:
+    """Print what is in effect, and where it is from."""
+    asked = "not asked for" if config.api_key_file is None else f"that in {config.api_key_file}"
+    stderr.print(
+        f"router by {config.policy} at {config.host}:{config.port}, "
+        f"changed at {config.admin_socket}; pool at {config.pool_socket}, "
+        f"access log {config.access_log or 'off'}, key {asked}, "
+        f"conversations by header {config.affinity_header} or cookie {config.affinity_cookie}, "
+        f"{config.local_tokens:,} tokens a replica and {config.pool_tokens:,} in the pool, "
+        f"first byte within {config.first_byte_timeout_s:g} s, "
+        f"next within {config.next_byte_timeout_s:g} s, "
+        f"bodies of at most {format_size(config.body_bytes_max)}, "
+        f"{config.stop_grace_s:g} s to stop",
+        markup=False,
+    )
+    for name, url in config.replicas.items():
+        stderr.print(f"  replica {name} at {url}", markup=False)
+    for key, source in settings.sources().items():
+        stderr.print(f"  {key} from {source}", markup=False)
 
 
 def _admin_socket(context: Context, given: Path | None) -> Path:
-    return given if given is not None else context.settings({}).socket().with_name(_ADMIN_SOCKET)
-
-
-def _path(value: object) -> Path | None:
-    return value if isinstance(value, Path) else None
+    return context.settings({"router.admin_socket": given}).admin_socket()
 
 
 def _read_key(path: Path | None) -> str | None:

@@ -1,22 +1,25 @@
 """Configuration of every process, from file, environment and flags."""
 
+from millpond.config.processes import ConnectorConfig, PoolConfig, RouterConfig, UpConfig
 from millpond.config.settings import (
     CONFIG_VARIABLE,
-    ConnectorConfig,
-    PoolConfig,
+    ROUTER_POLICIES,
+    ROUTER_SOCKET,
     Settings,
-    UpConfig,
     connector_config,
     default_socket_path,
     find_config_file,
     load_settings,
 )
-from millpond.config.values import format_size, parse_size
+from millpond.config.values import format_size, parse_replica, parse_size
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "ROUTER_POLICIES",
+    "ROUTER_SOCKET",
     "ConnectorConfig",
     "PoolConfig",
+    "RouterConfig",
     "Settings",
     "UpConfig",
     "connector_config",
@@ -24,5 +27,6 @@ __all__ = [
     "find_config_file",
     "format_size",
     "load_settings",
+    "parse_replica",
     "parse_size",
 ]

@@ -8,72 +8,42 @@ does not exist and a value that cannot be parsed are ``ConfigError``.
     socket                   MILLPOND_SOCKET              --socket
     pool.size                MILLPOND_POOL_SIZE           --size, --pool
     connector.store          MILLPOND_CONNECTOR_STORE     (kv_connector_extra_config: store)
+    router.policy            MILLPOND_ROUTER_POLICY       --policy
 """
 
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar, cast
 
 from millpond.config import values
+from millpond.config.processes import ConnectorConfig, PoolConfig, RouterConfig, UpConfig
 from millpond.model.errors import ConfigError
+from millpond.model.limits import MIB
 from millpond.model.names import Admission, Eviction
 from millpond.model.retention import DEFAULT_RETENTION, STATE_RATIO_MIN, Retention
 
 CONFIG_FILE: Final = "millpond.toml"
 CONFIG_VARIABLE: Final = "MILLPOND_CONFIG"
 REPLICAS_MAX: Final = 64
+ROUTER_POLICIES: Final = (
+    "round-robin",
+    "alternate",
+    "pinned",
+    "least-loaded",
+    "prefix-affinity",
+    "cost",
+)
+"""The names of `router.placement`'s policies, which no room below the router can see."""
+ROUTER_SOCKET: Final = "router.sock"
 
+_TOKENS_MAX: Final = 10**12
 _PREFIX: Final = "MILLPOND_"
 _NOT_OPTIONS: Final = frozenset({CONFIG_VARIABLE, "MILLPOND_PYTHON"})
 """Variables that share the prefix and are no options: scripts/setup reads the second."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """What a daemon needs. ``extent_bytes`` None lets the pool choose."""
-
-    socket: Path
-    size_bytes: int
-    extent_bytes: int | None
-    retention: Retention = DEFAULT_RETENTION
-
-
-@dataclass(frozen=True, slots=True)
-class UpConfig:
-    """What ``millpond up`` needs. ``port`` None picks free ports, else they count up from it."""
-
-    model: str
-    num_replicas: int
-    device: str
-    port: int | None
-    run_dir: Path | None
-    start_timeout_s: float
-    stop_grace_s: float
-    pool: PoolConfig
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorConfig:
-    """What an engine's connector needs.
-
-    ``replica`` None lets the connector make up a name. ``copy_delay_s`` holds back each copy
-    on the CPU, for tests of what happens meanwhile. ``pending_wait_s`` is how long a request
-    waits for a prefix that another replica is computing; 0 never waits. ``check_ratio`` of
-    the loaded slots are compared with their checksums; at 0 stores write none either.
-    """
-
-    socket: Path
-    replica: str | None
-    store: bool
-    load: bool
-    copy_delay_s: float
-    pending_wait_s: float
-    check_ratio: float
 
 
 # ---------------------------------------------------------------- options
@@ -110,6 +80,28 @@ _UP_PORT: Final = _Option("up.port", values.integer(1, 65_535))
 _UP_RUN_DIR: Final = _Option("up.run_dir", values.path)
 _UP_START_TIMEOUT: Final = _Option("up.start_timeout_s", values.seconds(1, 86_400), 600.0)
 _UP_STOP_GRACE: Final = _Option("up.stop_grace_s", values.seconds(0, 600), 10.0)
+_ROUTER_REPLICAS: Final = _Option("router.replicas", values.replicas)
+_ROUTER_POLICY: Final = _Option("router.policy", values.choice(*ROUTER_POLICIES), "cost")
+_ROUTER_HOST: Final = _Option("router.host", values.text, "127.0.0.1")
+_ROUTER_PORT: Final = _Option("router.port", values.integer(0, 65_535), 8000)
+_ROUTER_POOL_SOCKET: Final = _Option("router.pool_socket", values.path)
+_ROUTER_ADMIN_SOCKET: Final = _Option("router.admin_socket", values.path)
+_ROUTER_ACCESS_LOG: Final = _Option("router.access_log", values.path)
+_ROUTER_API_KEY_FILE: Final = _Option("router.api_key_file", values.path)
+_ROUTER_AFFINITY_HEADER: Final = _Option("router.affinity_header", values.text, "x-session-id")
+_ROUTER_AFFINITY_COOKIE: Final = _Option("router.affinity_cookie", values.text, "session_id")
+_ROUTER_LOCAL_TOKENS: Final = _Option(
+    "router.local_tokens", values.integer(1, _TOKENS_MAX), 1_000_000
+)
+_ROUTER_POOL_TOKENS: Final = _Option(
+    "router.pool_tokens", values.integer(1, _TOKENS_MAX), 16_000_000
+)
+_ROUTER_FIRST_BYTE: Final = _Option(
+    "router.first_byte_timeout_s", values.seconds(0.1, 86_400), 600.0
+)
+_ROUTER_NEXT_BYTE: Final = _Option("router.next_byte_timeout_s", values.seconds(0.1, 86_400), 300.0)
+_ROUTER_BODY_MAX: Final = _Option("router.body_max", values.parse_size, 64 * MIB)
+_ROUTER_STOP_GRACE: Final = _Option("router.stop_grace_s", values.seconds(0, 600), 10.0)
 _CONNECTOR_REPLICA: Final = _Option("connector.replica", values.name)
 _CONNECTOR_STORE: Final = _Option("connector.store", values.boolean, default=True)
 _CONNECTOR_LOAD: Final = _Option("connector.load", values.boolean, default=True)
@@ -133,6 +125,22 @@ _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
         _UP_RUN_DIR,
         _UP_START_TIMEOUT,
         _UP_STOP_GRACE,
+        _ROUTER_REPLICAS,
+        _ROUTER_POLICY,
+        _ROUTER_HOST,
+        _ROUTER_PORT,
+        _ROUTER_POOL_SOCKET,
+        _ROUTER_ADMIN_SOCKET,
+        _ROUTER_ACCESS_LOG,
+        _ROUTER_API_KEY_FILE,
+        _ROUTER_AFFINITY_HEADER,
+        _ROUTER_AFFINITY_COOKIE,
+        _ROUTER_LOCAL_TOKENS,
+        _ROUTER_POOL_TOKENS,
+        _ROUTER_FIRST_BYTE,
+        _ROUTER_NEXT_BYTE,
+        _ROUTER_BODY_MAX,
+        _ROUTER_STOP_GRACE,
         _CONNECTOR_REPLICA,
         _CONNECTOR_STORE,
         _CONNECTOR_LOAD,
@@ -199,6 +207,33 @@ class Settings:
             pending_wait_s=self._required(_CONNECTOR_PENDING_WAIT, "pending_wait_s"),
             check_ratio=self._required(_CONNECTOR_CHECK_RATIO, "check_ratio"),
         )
+
+    def router(self) -> RouterConfig:
+        """Return a router's configuration; raises ``ConfigError``, also without replicas."""
+        pool_socket = self._get(_ROUTER_POOL_SOCKET)
+        return RouterConfig(
+            replicas=self._required(_ROUTER_REPLICAS, "--replica"),
+            policy=self._required(_ROUTER_POLICY, "--policy"),
+            host=self._required(_ROUTER_HOST, "--host"),
+            port=self._required(_ROUTER_PORT, "--port"),
+            pool_socket=self.socket() if pool_socket is None else pool_socket,
+            admin_socket=self.admin_socket(),
+            access_log=self._get(_ROUTER_ACCESS_LOG),
+            api_key_file=self._get(_ROUTER_API_KEY_FILE),
+            affinity_header=self._required(_ROUTER_AFFINITY_HEADER, "--affinity-header"),
+            affinity_cookie=self._required(_ROUTER_AFFINITY_COOKIE, "--affinity-cookie"),
+            local_tokens=self._required(_ROUTER_LOCAL_TOKENS, "--local-tokens"),
+            pool_tokens=self._required(_ROUTER_POOL_TOKENS, "--pool-tokens"),
+            first_byte_timeout_s=self._required(_ROUTER_FIRST_BYTE, "--first-byte-timeout"),
+            next_byte_timeout_s=self._required(_ROUTER_NEXT_BYTE, "--next-byte-timeout"),
+            body_bytes_max=self._required(_ROUTER_BODY_MAX, "--body-max"),
+            stop_grace_s=self._required(_ROUTER_STOP_GRACE, "--stop-grace"),
+        )
+
+    def admin_socket(self) -> Path:
+        """Return where a router is changed: by default beside the daemon's socket."""
+        path = self._get(_ROUTER_ADMIN_SOCKET)
+        return path if path is not None else self.socket().with_name(ROUTER_SOCKET)
 
     def socket(self) -> Path:
         """Return the daemon's socket; see ``default_socket_path`` for where it is by default."""

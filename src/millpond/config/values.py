@@ -6,7 +6,7 @@ adds the key, the value and its source.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, cast
 
@@ -69,6 +69,33 @@ def name(value: object) -> str:
     if len(written) > NAME_LENGTH_MAX or not written.isprintable():
         raise ValueError(f"not a name; use at most {NAME_LENGTH_MAX} printable characters")
     return written
+
+
+def parse_replica(value: object) -> tuple[str, str]:
+    """Return name and address of a text such as ``"a=http://127.0.0.1:8001"``."""
+    replica, _, url = value.partition("=") if isinstance(value, str) else ("", "", "")
+    try:
+        return name(replica), text(url)
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is no replica; write for example a=http://127.0.0.1:8001"
+        ) from None
+
+
+def replicas(value: object) -> dict[str, str]:
+    """Return addresses by name, from a list of ``NAME=URL`` or one text with commas between."""
+    if isinstance(value, str):
+        items: Sequence[object] = [item.strip() for item in value.split(",")]
+    elif isinstance(value, list | tuple):
+        items = cast("Sequence[object]", value)
+    else:
+        items = ()
+    if not items:
+        raise ValueError('not a list of replicas; write for example ["a=http://127.0.0.1:8001"]')
+    named = [parse_replica(item) for item in items]
+    if len(dict(named)) < len(named):
+        raise ValueError("two replicas have the same name")
+    return dict(named)
 
 
 _BOOLEANS: Final = {
