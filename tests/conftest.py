@@ -1,5 +1,6 @@
 """What all tests share: markers by folder, and a loud count of what needs a GPU."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,10 @@ import pytest
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("e2e", "faults", "gpu")
 """Tests in these folders carry the marker of the folder's name without saying so."""
+
+# What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def num_gpus() -> int:

@@ -40,6 +40,7 @@ def gate_service(
 # ---------------------------------------------------------------- launched
 
 
+@pytest.mark.engines
 def test_a_quick_launch_passes_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
