@@ -20,6 +20,8 @@ ROOMS = (
     "launch",
     "model",
     "pool",
+    "router",
+    "router/placement",
     "service",
     "service/client",
     "service/server",
