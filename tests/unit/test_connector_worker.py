@@ -9,6 +9,7 @@ import pytest
 from millpond.connector.geometry import EngineLayout
 from millpond.connector.metadata import Job, PartJob, StepMetadata
 from millpond.connector.worker import WorkerSide
+from millpond.model.errors import DaemonGone
 from millpond.model.layout import LayerPages, PartLayout
 from millpond.model.names import Coverage
 from millpond.service.client import ReplicaIdentity
@@ -149,3 +150,29 @@ def test_each_step_takes_a_fence_of_its_own_for_its_copies(monkeypatch: pytest.M
     worker.start_loads(StepMetadata(loads=[job(4)]))
     assert engine.behind == [1, 1, 2, 3]
     assert engine.num_fences == 3
+
+
+def test_the_memory_of_a_daemon_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next daemon, which needs as much, might never have the room to start."""
+    gone = FakeClient()
+    released: list[float] = []
+    closed: list[bool] = []
+    worker = make_worker(gone)
+    gone.arena.close = lambda: closed.append(True)
+    worker._arena = gone.arena
+    worker._left(gone)
+    monkeypatch.setattr(worker._copy_engine, "wait_idle", lambda _: True, raising=False)
+    monkeypatch.setattr(worker._copy_engine, "release", released.append, raising=False)
+
+    def connect(*_: object, **named: object) -> object:
+        if not released:
+            raise DaemonGone("nobody is there")
+        assert named["arena"] is None
+        return FakeClient(SESSION + 1)
+
+    monkeypatch.setattr("millpond.connector.worker.WorkerClient.connect", connect)
+    with pytest.raises(DaemonGone):
+        worker._join()
+    assert len(released) == len(closed) == 1
+    assert worker._join().session == SESSION + 1
+    assert worker._past_sessions == []

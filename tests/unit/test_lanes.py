@@ -1,10 +1,12 @@
 """A lane keeps the order of its submissions, whoever puts them on the stream."""
 
+import queue
 import threading
 
 import numpy as np
+import pytest
 
-from millpond.transfer import Copies, Direction
+from millpond.transfer import Copies, Direction, Ticket
 from millpond.transfer.cpu import CpuDevice, PassedFence
 from millpond.transfer.device import Fence
 from millpond.transfer.streams import StreamCopyEngine
@@ -98,3 +100,65 @@ def test_a_lane_that_is_closed_finishes_what_waits() -> None:
     assert engine.close(WAIT_S)
     assert many.is_set()
     assert few.is_set()
+
+
+class BrokenStream(SlowStream):
+    """Fails in a way that nobody has thought of, where the test says so."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def _fail_at(self, place: str) -> None:
+        if self.place == place:
+            raise OSError(f"no {place} today")
+
+    def copy(self, copies: Copies) -> object:
+        self._fail_at("copy")
+        return self.inner.copy(copies)
+
+    def record(self) -> ThreadEvent:
+        self._fail_at("record")
+        return self.inner.record()
+
+
+@pytest.mark.parametrize("num_copies", [FEW, MANY], ids=["caller's thread", "lane's thread"])
+@pytest.mark.parametrize("place", ["copy", "record"])
+def test_what_nobody_thought_of_is_the_error_of_its_copies_and_no_more(
+    place: str, num_copies: int
+) -> None:
+    device = SlowDevice()
+    broken = device.streams[Direction.LOAD] = BrokenStream(place)
+    engine = StreamCopyEngine(device)
+    for _ in range(2):  # the lane goes on
+        tickets: queue.Queue[Ticket] = queue.Queue()
+        nothing = np.zeros(num_copies, np.uint64)
+        engine.submit(
+            Direction.LOAD,
+            Copies(nothing, nothing, nothing),
+            after=PassedFence(),
+            keep_alive=None,
+            on_done=tickets.put,
+        )
+        assert tickets.get(timeout=WAIT_S).error == f"no {place} today"
+    broken.place = "nowhere"
+    assert submit(engine, Direction.LOAD, FEW).wait(WAIT_S)
+    assert engine.close(WAIT_S)
+
+
+def test_an_end_that_fails_does_not_end_the_lane() -> None:
+    engine = StreamCopyEngine(CpuDevice())
+    nothing = np.zeros(FEW, np.uint64)
+
+    def fail(_: Ticket) -> None:
+        raise ValueError("planted")
+
+    engine.submit(
+        Direction.STORE,
+        Copies(nothing, nothing, nothing),
+        after=PassedFence(),
+        keep_alive=None,
+        on_done=fail,
+    )
+    assert submit(engine, Direction.STORE, FEW).wait(WAIT_S)
+    assert engine.close(WAIT_S)

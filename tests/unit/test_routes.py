@@ -91,6 +91,9 @@ def test_generation_and_width_come_from_the_system(tmp_path: Path) -> None:
     (device / "max_link_speed").write_text("32.0 GT/s PCIe\n")
     (device / "current_link_width").write_text("16\n")
     assert pcie_link("0000:1B:00.0", tmp_path) == (5, 16)
+    (tmp_path / "max_link_speed").write_text("16.0 GT/s PCIe\n")  # the bridge above it
+    assert pcie_link("0000:1b:00.0", tmp_path) == (4, 16)
+    (tmp_path / "max_link_speed").unlink()
     (device / "max_link_speed").write_text("Unknown\n")
     (device / "current_link_width").write_text("0\n")
     assert pcie_link("0000:1b:00.0", tmp_path) == (None, None)

@@ -202,13 +202,17 @@ class WorkerSide:
     def _join(self) -> WorkerClient:
         if self._past_sessions and not self._copy_engine.wait_idle(_DRAIN_S):
             raise DaemonGone(f"copies of an earlier session have not ended in {_DRAIN_S:.0f} s")
-        client = WorkerClient.connect(
-            self._socket_path,
-            self._identity,
-            rank=self._rank,
-            drained=self._past_sessions,
-            arena=self._arena,
-        )
+        try:
+            client = WorkerClient.connect(
+                self._socket_path,
+                self._identity,
+                rank=self._rank,
+                drained=self._past_sessions,
+                arena=self._arena,
+            )
+        except DaemonGone:
+            self._give_up_arena()
+            raise
         # An earlier mapping ends with its last copy (E6): submissions keep theirs alive.
         if self._arena is not client.arena:
             self._copy_engine.adopt(client.arena)
@@ -225,6 +229,16 @@ class WorkerSide:
         if report is not None:
             self._send_link(client, report)
         return client
+
+    def _give_up_arena(self) -> None:
+        """Let the memory of a daemon that is gone go: the next one may need it to start.
+
+        Nothing is in flight: the session has ended, and its copies were waited for.
+        """
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._copy_engine.release(_DRAIN_S)
+            arena.close()
 
     def tell_link(self, report: LinkReport) -> None:
         """Pass on what the copy engine knows of its way to the arena (its threads)."""

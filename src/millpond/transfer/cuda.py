@@ -5,6 +5,7 @@ one that ``streams.py`` or ``staging.py`` makes.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -18,12 +19,12 @@ from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Fence, Stream
 from millpond.transfer.feed import Feed
 from millpond.transfer.kernel import PageTable, can_copy
-from millpond.transfer.link import LinkReport
+from millpond.transfer.link import LinkReport, LinkSpeed
 from millpond.transfer.measuring import Measured, Sample, log_measured, measure
 from millpond.transfer.packing import HostRegion
 from millpond.transfer.registration import Registration
 from millpond.transfer.routes import Route, Routes, fallback
-from millpond.transfer.staging import Stager
+from millpond.transfer.staging import STAGED_BYTES_MAX, Stager
 from millpond.transfer.streams import StreamCopyEngine
 
 logger = logging.getLogger("vllm.millpond")
@@ -131,7 +132,8 @@ class CudaStream:
     def _enqueue(self, route: Route, copies: Copies) -> object:
         needs_kernel = route in (Route.STAGED, Route.KERNEL)
         arrays = (copies.sources, copies.targets, copies.lengths)
-        if needs_kernel and not can_copy(*arrays):
+        is_too_long = route is Route.STAGED and int(copies.lengths.max()) > STAGED_BYTES_MAX
+        if is_too_long or (needs_kernel and not can_copy(*arrays)):
             route = Route.BATCH
         if route is Route.STAGED:
             staged = self._stage(copies)
@@ -195,6 +197,8 @@ class CudaDevice:
         self._is_measured = routes is not None
         self._on_link = on_link
         self._report = LinkReport()
+        self._telling = threading.Lock()
+        """Taken to change the report and to tell of it: several threads do."""
         self._region = HostRegion(0, 1)
         self.registration: Registration | None = None
 
@@ -220,13 +224,13 @@ class CudaDevice:
         self.enter_thread()
         self.release(_UNDO_S)
         self._region = HostRegion(arena.address, arena.extent_bytes)
+        self._tell(problem="")
         self.registration = Registration(
             arena,
             prepare=self.enter_thread,
             on_first=self._measure_once,
-            on_failure=lambda problem: self._tell(replace(self._report, problem=problem)),
+            on_failure=lambda problem: self._tell(problem=problem),
         )
-        self._tell(replace(self._report, problem=""))
 
     def is_ready(self, end_offset: int) -> bool:
         """Say whether the arena is registered up to ``end_offset``."""
@@ -278,17 +282,23 @@ class CudaDevice:
         self._is_measured = True
         try:
             measured = self._measure_best()
-        except (CopyFailed, cudart.CudaFailed, RuntimeError) as failure:
+        except torch.OutOfMemoryError as failure:
             logger.warning("event=link_not_measured reason=%r", str(failure))
+            return
+        except Exception as failure:
+            # Some way of copying does not work here: use the one that needs least.
+            logger.warning("event=link_not_measured reason=%r", failure, exc_info=failure)
+            self._routes = Routes.only(Route.LOOP)
             return
         self._routes = measured.routes
         log_measured(measured)
-        self._tell(replace(self._report, speed=measured.link))
+        self._tell(speed=measured.link)
 
-    def _tell(self, report: LinkReport) -> None:
-        self._report = report
-        if self._on_link is not None:
-            self._on_link(report)
+    def _tell(self, **changes: LinkSpeed | str) -> None:
+        with self._telling:
+            self._report = replace(self._report, **changes)
+            if self._on_link is not None:
+                self._on_link(self._report)
 
 
 class CudaCopyEngine(StreamCopyEngine):

@@ -21,6 +21,7 @@ _SOURCE_ORDER_STREAM: Final = 1
 _DEFAULT_KIND: Final = 4
 _CAPTURE_MODE_RELAXED: Final = 2
 _BATCH_SIGNATURE_CHANGED: Final = 13000
+_BATCH_DRIVER_MIN: Final = 12080
 
 
 class CudaFailed(SetupError):
@@ -69,9 +70,18 @@ def runtime_version() -> int:
     return version.value
 
 
+@functools.cache
+def driver_version() -> int:
+    """Return the newest version that the driver supports, as 13000 for 13.0."""
+    version = ctypes.c_int()
+    _check("cudaDriverGetVersion", _library().cudaDriverGetVersion(ctypes.byref(version)))
+    return version.value
+
+
 def has_batch_copy() -> bool:
-    """Say whether this runtime copies many pages in one call (CUDA 12.8 and later)."""
-    return hasattr(_library(), "cudaMemcpyBatchAsync")
+    """Say whether runtime and driver copy many pages in one call (CUDA 12.8 and later)."""
+    has_symbol = hasattr(_library(), "cudaMemcpyBatchAsync")
+    return has_symbol and driver_version() >= _BATCH_DRIVER_MIN
 
 
 def pci_bus_id(device: int) -> str:

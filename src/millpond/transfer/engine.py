@@ -47,6 +47,10 @@ class CopyEngine(Protocol):
         """
         ...
 
+    def release(self, timeout_s: float) -> None:
+        """Give up the adopted arena's memory; no copy is in flight. Bounded."""
+        ...
+
     def is_ready(self, end_offset: int) -> bool:
         """Say whether the adopted arena can be copied from and to before ``end_offset``."""
         ...

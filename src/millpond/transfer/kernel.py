@@ -25,7 +25,8 @@ _NUM_WARPS: Final = 8
 _ALIGNMENT_BYTES: Final = 16
 
 
-@triton.jit
+# Each variant would be compiled while somebody waits for a copy of just so many pages.
+@triton.jit(do_not_specialize=["column", "first", "num_pages", "words_max"])
 def _copy_pages(table, column, first, num_pages, words_max, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803, PLR0913, PLR0917
     """Copy ``num_pages`` pages from the ``first`` of the table on; programs share the pieces.
 

@@ -62,13 +62,22 @@ def pcie_link(
 ) -> tuple[int | None, int | None]:
     """Return generation and width of the link of the device at ``bus_id``, None if unknown.
 
-    The generation is the highest that the device can do: an idle GPU lowers the current one.
+    The generation is the highest that both ends can do: an idle GPU lowers the current one.
     """
     device = folder / bus_id.lower()
     try:
-        speed = (device / "max_link_speed").read_text(encoding="ascii").split()[0]
         width = int((device / "current_link_width").read_text(encoding="ascii"))
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError):
         return None, None
-    generation = _GENERATION_BY_SPEED.get(speed)
-    return generation, width if 0 < width <= 32 else None
+    # A bridge above it, where one is to be seen, may do less than the device.
+    ends = [_generation(device), _generation(device.resolve().parent)]
+    known = [generation for generation in ends if generation is not None]
+    return min(known, default=None), width if 0 < width <= 32 else None
+
+
+def _generation(device: Path) -> int | None:
+    try:
+        speed = (device / "max_link_speed").read_text(encoding="ascii").split()[0]
+    except (OSError, IndexError):
+        return None
+    return _GENERATION_BY_SPEED.get(speed)

@@ -47,7 +47,7 @@ class Registration:
         self._next = 0
         self._registered: set[int] = set()
         self._num_bytes = 0
-        self._failure: cudart.CudaFailed | None = None
+        self._failure: Exception | None = None
         self._stopping = False
         self._started_s = time.monotonic()
         self._threads = [
@@ -58,7 +58,7 @@ class Registration:
             thread.start()
 
     @property
-    def failure(self) -> cudart.CudaFailed | None:
+    def failure(self) -> Exception | None:
         """Why registration stopped, or None."""
         return self._failure
 
@@ -74,17 +74,29 @@ class Registration:
         return self.covers(self.arena.size_bytes)
 
     def undo(self, timeout_s: float) -> None:
-        """Unregister; no copy may be in flight. Bounded by the pieces in progress."""
-        self._stopping = True
+        """Unregister; no copy may be in flight. What is in progress then undoes itself."""
+        with self._lock:
+            self._stopping = True
         self.wait(timeout_s)
         with self._lock:
             self._num_bytes = 0
-            while self._registered:
-                start, _ = self._pieces[self._registered.pop()]
-                cudart.unregister_host(self.arena.address + start)
+            for index in self._registered:
+                self._unregister(index)
+            self._registered.clear()
+
+    def _unregister(self, index: int) -> None:
+        start, _ = self._pieces[index]
+        try:
+            cudart.unregister_host(self.arena.address + start)
+        except cudart.CudaFailed as error:  # of a device that has failed, say
+            logger.warning("event=unregister_failed start=%d reason=%r", start, str(error))
 
     def _run(self) -> None:
-        self._prepare()
+        try:
+            self._prepare()
+        except Exception as error:  # noqa: BLE001 - or nobody would hear that nothing is registered
+            self._fail(error, 0, self.arena.size_bytes)
+            return
         while (index := self._take()) is not None:
             start, num_bytes = self._pieces[index]
             try:
@@ -92,9 +104,11 @@ class Registration:
             except cudart.CudaFailed as error:
                 self._fail(error, start, num_bytes)
                 return
-            if index == 0:
-                self._on_first()
-            self._note(index)
+            try:
+                if index == 0:
+                    self._on_first()
+            finally:
+                self._note(index)
 
     def _take(self) -> int | None:
         with self._lock:
@@ -105,6 +119,9 @@ class Registration:
 
     def _note(self, index: int) -> None:
         with self._lock:
+            if self._stopping:  # nobody will undo it later
+                self._unregister(index)
+                return
             self._registered.add(index)
             num_whole = 0
             while num_whole in self._registered:
@@ -120,7 +137,7 @@ class Registration:
                 time.monotonic() - self._started_s,
             )
 
-    def _fail(self, error: cudart.CudaFailed, start: int, num_bytes: int) -> None:
+    def _fail(self, error: Exception, start: int, num_bytes: int) -> None:
         with self._lock:
             self._failure = self._failure or error
         logger.error(

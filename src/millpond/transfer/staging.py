@@ -22,6 +22,8 @@ from millpond.transfer.packing import HostRegion, Packing, Piece, pack
 
 PIECE_BYTES: Final = 16 * MIB
 NUM_PIECES: Final = 2
+STAGED_BYTES_MAX: Final = PIECE_BYTES // 2
+"""Largest page that goes through the buffer."""
 _PIECES_AHEAD_MAX: Final = 32
 """Pieces enqueued and not ended."""
 _PROGRAMS: Final = 64
@@ -75,6 +77,17 @@ class Stager:
         # guards: the kernel must not touch pages before the work that the lane waits for is
         # done: kernels that write them (E1), or read or zero them (E3).
         self._side.wait_event(start)
+        try:
+            self._move_pieces(indexes, packing, table)
+        finally:
+            # guards: "ended" must not precede the last page's last byte (E4), nor the end of a
+            # kernel on the side stream where a later piece failed (E3, E5).
+            self._stream.wait_event(_mark(self._side))
+        # guards: table, buffer and arrays are in use until the copies end (E6).
+        return table, packing, buffer
+
+    def _move_pieces(self, indexes: list[int], packing: Packing, table: PageTable) -> None:
+        is_store = self._direction is Direction.STORE
         move = self._store_piece if is_store else self._load_piece
         for index, piece in zip(indexes, packing.pieces, strict=True):
             # As in feed.py: what is enqueued behind a late fence must fit into the streams.
@@ -82,11 +95,6 @@ class Stager:
                 self._ahead.popleft().synchronize()
             move(index, piece, packing, table)
             self._ahead.append(_mark(self._side))
-        if not is_store:
-            # guards: "loaded" must not precede the last page's last byte (E4).
-            self._stream.wait_event(_mark(self._side))
-        # guards: the table is read, and packing's arrays may be, until the copies end (E6).
-        return table, packing
 
     def _store_piece(self, index: int, piece: Piece, packing: Packing, table: PageTable) -> None:
         used = self._used[index]

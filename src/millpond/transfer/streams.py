@@ -10,8 +10,13 @@ Each direction is a lane: loads never queue behind stores. Handing many thousand
 a driver takes milliseconds, which are not the engine's; handing few to another thread takes as
 long as the engine's keeps the interpreter lock, which may be five. The gate breaks each step
 that has a line "guards:", one at a time, and must notice (docs/ORDERING.md).
+
+Whatever goes wrong with a copy, expected or not, becomes the error of its ticket: compilers,
+drivers and allocators raise what they like, and the worst outcome has to be a miss. A lane
+whose thread died would leave every later request waiting.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -22,6 +27,8 @@ from millpond.arena.arena import Arena
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Device, Event, Fence
 from millpond.transfer.engine import Ticket
+
+logger = logging.getLogger("vllm.millpond")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +138,13 @@ class Lane:
         try:
             self._order_behind(submission)
             staged = self._stream.copy(submission.copies)
-        except CopyFailed as failure:
-            error = str(failure)
+        except Exception as failure:  # noqa: BLE001 - see the module
+            error = _described(failure)
         try:
             # Behind a failure as well: a part of the copies may be on its way.
             end = self._mark_end(submission)
-        except CopyFailed as failure:
-            error = error or str(failure)
+        except Exception as failure:  # noqa: BLE001 - see the module
+            error = error or _described(failure)
         return self._hold(submission, end, error, staged)
 
     def _order_behind(self, submission: Submission) -> None:
@@ -182,19 +189,27 @@ class Lane:
         if item.end is not None:
             try:
                 item.end.wait()
-            except CopyFailed as failure:
-                error = str(failure)
+            except Exception as failure:  # noqa: BLE001 - see the module
+                error = _described(failure)
         submission = item.submission
         # guards: a slot, or a page of the engine, must not be used again while a copy from or
         # to it is in flight (E5): leases and references end in on_done, behind the event.
-        submission.on_done(
-            Ticket(
-                submission.direction,
-                submission.copies.num_bytes,
-                time.monotonic_ns() - submission.submitted_ns,
-                error,
-            )
+        ticket = Ticket(
+            submission.direction,
+            submission.copies.num_bytes,
+            time.monotonic_ns() - submission.submitted_ns,
+            error,
         )
+        try:
+            submission.on_done(ticket)
+        except Exception:
+            logger.exception("event=end_failed direction=%s", submission.direction.value)
+
+
+def _described(failure: Exception) -> str:
+    if not isinstance(failure, CopyFailed):
+        logger.error("event=copy_failed reason=%r", failure, exc_info=failure)
+    return str(failure) or type(failure).__name__
 
 
 class StreamCopyEngine:
@@ -230,6 +245,10 @@ class StreamCopyEngine:
         """Queue the copies in the direction's lane; ``ValueError`` once closed."""
         submission = Submission(direction, copies, after, keep_alive, on_done, time.monotonic_ns())
         self._lanes[direction].put(submission)
+
+    def release(self, timeout_s: float) -> None:
+        """Give up the adopted arena; no copy is in flight."""
+        self._device.release(timeout_s)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or in flight; False when the time ran out."""

@@ -118,8 +118,8 @@ class ThreadStream:
                 work = self._queue.popleft()
             try:
                 work()
-            except CopyFailed as failure:
-                self._error = self._error or str(failure)
+            except Exception as failure:  # noqa: BLE001 - as in streams.py: an error of its copies
+                self._error = self._error or str(failure) or type(failure).__name__
 
 
 def _move_on_all_cores(copies: Copies) -> None:

@@ -1,0 +1,97 @@
+"""The arena is registered in the background, piece by piece (CUDA's calls are a seam)."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millpond.model.limits import GIB
+from millpond.transfer import cudart
+from millpond.transfer.registration import Registration
+
+WAIT_S = 10.0
+SIZE = 14 * GIB  # pieces of 2, 4 and 8 GiB
+
+
+class Driver:
+    """What is registered; a piece can be held up, or refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registered: set[int] = set()
+        self.refused: set[int] = set()
+        self.held: dict[int, threading.Event] = {}
+        self.asked = threading.Event()
+        monkeypatch.setattr(cudart, "register_host", self._register)
+        monkeypatch.setattr(cudart, "unregister_host", self.registered.remove)
+
+    def _register(self, address: int, _num_bytes: int) -> None:
+        if address in self.refused:
+            raise cudart.CudaFailed("no room")
+        if address in self.held:
+            self.asked.set()
+            assert self.held[address].wait(WAIT_S)
+        self.registered.add(address)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver(monkeypatch)
+
+
+def register(**calls: Any) -> Registration:  # noqa: ANN401
+    arena: Any = SimpleNamespace(address=0, size_bytes=SIZE, extent_bytes=GIB)
+    nothing: Any = lambda *_: None  # noqa: E731
+    usual = {"prepare": nothing, "on_first": nothing, "on_failure": nothing}
+    return Registration(arena, **(usual | calls))
+
+
+def test_the_first_piece_counts_once_it_has_been_told_of(driver: Driver) -> None:
+    counted: list[bool] = []
+    made: list[Registration] = []
+    may_tell = threading.Event()
+
+    def on_first() -> None:
+        assert may_tell.wait(WAIT_S)
+        counted.append(made[0].covers(GIB))
+
+    made.append(register(on_first=on_first))
+    may_tell.set()
+    assert made[0].wait(WAIT_S)
+    assert counted == [False]
+    assert driver.registered == {0, 2 * GIB, 6 * GIB}
+    made[0].undo(WAIT_S)
+    assert driver.registered == set()
+    assert not made[0].covers(1)
+
+
+def test_a_piece_that_is_refused_is_told_of_and_what_lies_before_it_serves(driver: Driver) -> None:
+    driver.refused.add(6 * GIB)
+    told: list[str] = []
+    made = register(on_failure=told.append)
+    assert not made.wait(WAIT_S)
+    assert made.covers(6 * GIB)
+    assert not made.covers(6 * GIB + 1)
+    assert "8 GiB at 6 GiB not registered: no room; raise the limit" in told[0]
+
+
+def test_a_thread_that_cannot_begin_is_told_of(driver: Driver) -> None:
+    told: list[str] = []
+
+    def prepare() -> None:
+        raise OSError("no device")
+
+    made = register(prepare=prepare, on_failure=told.append)
+    assert not made.wait(WAIT_S)
+    assert "no device" in told[0]
+    assert driver.registered == set()
+
+
+def test_a_piece_in_progress_while_it_is_undone_undoes_itself(driver: Driver) -> None:
+    driver.held[2 * GIB] = threading.Event()
+    made = register()
+    assert driver.asked.wait(WAIT_S)
+    made.undo(0.0)
+    driver.held[2 * GIB].set()
+    made.wait(WAIT_S)
+    assert driver.registered == set()
