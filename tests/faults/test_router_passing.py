@@ -197,6 +197,43 @@ def test_what_is_too_large_or_no_http_never_reaches_a_replica() -> None:
     run(scenario)
 
 
+def test_trailers_never_become_headers() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    request = head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(b"{}") + b"0\r\n"
+    trailers = b"X-Late: \xff\r\nAuthorization: late\r\n\r\n"
+
+    async def scenario() -> None:
+        replica = ScriptedReplica("a", answer(b"ok"))
+        async with front(replica) as router:
+            assert (await status_of(router, request + trailers)).startswith(b"HTTP/1.1 200")
+        (call,) = replica.calls
+        assert call.body == b"{}"
+        assert call.header("x-late") == call.header("authorization") == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("line", [b"X: y\r\n", b"y"], ids=["many", "one"])
+def test_trailers_are_bounded_as_heads_are(line: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def scenario() -> None:
+        replica = ScriptedReplica("a")
+        async with (
+            front(replica, limits=Limits(head_bytes_max=2000)) as router,
+            router.raw(head + chunk(b"{}")) as (reader, writer),
+        ):
+            await until(lambda: bool(router.router._serving), "the body has begun")
+            writer.write(b"0\r\nX: " + line * 3000)
+            # Should the rest share a read with the body, the next one is over the bound.
+            await writer.drain()
+            async with asyncio.timeout(10):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 431")
+        assert replica.calls == []
+
+    run(scenario)
+
+
 def test_a_large_body_within_the_limit_passes() -> None:
     body = json.dumps({"prompt": "x" * 3_000_000}).encode()
 

@@ -9,7 +9,11 @@ HEAD_S_MAX: Final = 30.0
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Answers 431 to a head of more than ``head_bytes_max``, and drops who never ends one."""
+    """Answers 431 to a head of more than ``head_bytes_max``, and drops who never ends one.
+
+    The same bound holds for what follows the head and is no body. Trailers are read and dropped:
+    uvicorn would take them for headers of a request whose headers have been checked already.
+    """
 
     head_bytes_max: int
 
@@ -35,14 +39,29 @@ class BoundedHttp(HttpToolsProtocol):
         self._end_head()
         super().on_headers_complete()
 
-    def data_received(self, data: bytes) -> None:
+    def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_head:
-            self._head_bytes += len(data)
-            # Of one read, which may hold a body as well, no more than a head is looked at.
-            if self._head_bytes > self.head_bytes_max and b"\r\n\r\n" not in data:
-                self._refuse()
-                return
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        # Of one read, which may hold a body as well, no more than a head is looked at.
+        is_over = self._is_in_head and self._head_bytes > self.head_bytes_max
+        if is_over and b"\r\n\r\n" not in data:
+            self._refuse()
+            return
         super().data_received(data)
+        # Whole reads without a byte of a body: trailers, or extensions of a chunk.
+        if not self._is_in_head and self._head_bytes > self.head_bytes_max:
+            self._refuse()
 
     def _begin_head(self) -> None:
         self._end_head()
