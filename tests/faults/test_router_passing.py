@@ -132,7 +132,17 @@ def test_errors_of_a_replica_are_its_own(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"messages": 3}', b"[" * 100_000]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"messages": 3}',
+        b"[" * 100_000,
+        b'{"user": 1e999}',
+    ],
 )
 def test_malformed_bodies_are_for_the_replica_to_judge(body: bytes) -> None:
     async def scenario() -> None:
@@ -144,6 +154,21 @@ def test_malformed_bodies_are_for_the_replica_to_judge(body: bytes) -> None:
             assert reply.status == 400
             assert await reply.read() == b"no"
         assert replica.calls[0].body == body
+
+    run(scenario)
+
+
+def test_a_bug_of_the_router_is_no_complete_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async def scenario() -> None:
+        async with front(ScriptedReplica("a")) as router:
+            monkeypatch.setattr(router.router, "place", fail)
+            async with router.post(BODY) as reply:
+                assert reply.status == 500
+            (line,) = await router.logged(1)
+            assert line["ended"] == "router-failed"
 
     run(scenario)
 

@@ -199,3 +199,13 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     prefixes.note("a", ["z", "zz"])
     assert prefixes.held(["x", "xx"]).by_replica == {"a": 2}
     assert prefixes.held(["y", "yy"]).by_replica == {"a": 0}
+
+
+@pytest.mark.parametrize(
+    "odd", [b"1e999", b'"\xff"', b"[" * 5000 + b"]" * 5000], ids=["number", "bytes", "depth"]
+)
+@pytest.mark.parametrize("field", [b"user", b"messages", b"prompt", b"model"])
+def test_values_that_nobody_understands_are_for_the_replica(field: bytes, odd: bytes) -> None:
+    values = (odd, b"[" + odd + b"]", b'[{"role": ' + odd + b"}]")
+    for value in values:
+        assert read(b'{"' + field + b'": ' + value + b"}").conversation is None

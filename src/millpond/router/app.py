@@ -124,6 +124,7 @@ class Router:
             record.ended = Ended.ROUTER_STOPPED
             raise
         except Exception:
+            record.ended = Ended.ROUTER_FAILED
             _log.exception("request failed: request_id=%s", record.request_id)
             raise
         finally:

@@ -22,6 +22,7 @@ class Ended(enum.StrEnum):
     NO_REPLICA = "no-replica"
     REFUSED = "refused"
     ROUTER_STOPPED = "router-stopped"
+    ROUTER_FAILED = "router-failed"
 
 
 @dataclass(frozen=True, slots=True)

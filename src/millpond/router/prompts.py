@@ -113,7 +113,10 @@ def named_by_headers(headers: Mapping[bytes, bytes], affinity: Affinity) -> str 
 def _name(user: msgspec.Raw) -> str | None:
     if not user:
         return None
-    value = cast("object", msgspec.json.decode(user))
+    try:
+        value = cast("object", msgspec.json.decode(user))
+    except (msgspec.DecodeError, UnicodeDecodeError):  # no number, or no text: for the replica
+        return None
     return value[:_NAME_BYTES_MAX] if isinstance(value, str) and value else None
 
 
@@ -129,7 +132,7 @@ def _opening(fields: _Body, seed: bytes, text: bytes) -> str | None:
         return None
     opening = text[:_OPENING_BYTES]
     # What is no list of objects is for the replica to complain about.
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         if fields.messages:
             opening = _first_messages(fields.messages)
     return hashlib.blake2b(seed + b"\0" + opening, digest_size=16).hexdigest()
