@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from millpond.router import exchange
 from millpond.router.options import Limits
 from tests.faults.router_world import (
     DONE,
@@ -314,12 +315,42 @@ def test_only_what_leaves_nothing_behind_is_asked_again(
     run(scenario)
 
 
-def test_a_request_that_no_replica_survives_ends() -> None:
+def test_a_request_that_no_replica_survives_ends_the_second_one_at_most() -> None:
     async def scenario() -> None:
         replicas = [ScriptedReplica(name, hang_up) for name in "abcde"]
         async with front(*replicas) as router, router.post(BODY) as reply:
             assert reply.status == 502
-        assert sum(len(each.calls) for each in replicas) == 3
+        assert sum(len(each.calls) for each in replicas) == 2
+
+    run(scenario)
+
+
+def test_a_request_that_a_replica_died_of_while_working_is_given_to_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "_STALE_S", 0.2)
+
+    async def die(call: Call) -> None:
+        await asyncio.sleep(0.3)
+        call.kill()
+
+    async def scenario() -> None:
+        replicas = [ScriptedReplica(name, die) for name in "ab"]
+        async with front(*replicas) as router, router.post(BODY) as reply:
+            assert reply.status == 502
+        assert sum(len(each.calls) for each in replicas) == 1
+
+    run(scenario)
+
+
+def test_what_reached_nobody_may_try_more_replicas_than_what_was_sent() -> None:
+    async def scenario() -> None:
+        replicas = [ScriptedReplica(name) for name in "abc"]
+        async with front(*replicas) as router:
+            for each in replicas[:2]:
+                each.kill()
+            async with router.post(BODY) as reply:
+                assert reply.headers["x-millpond-replica"] == "c"
 
     run(scenario)
 

@@ -24,6 +24,9 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
 ATTEMPTS_MAX: Final = 3
+_STALE_S: Final = 1.0
+"""An idle connection that the replica had closed fails at once. What fails later was worked on,
+and may be what ended the replica: the next one is not given it."""
 _NO_EXTRA_HEADERS: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _REPEATABLE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _REPEATABLE_PATHS: Final = frozenset(
@@ -67,11 +70,16 @@ class _BrokenStream(Exception):
 
 
 class _NoAnswer(Exception):
-    """No byte of an answer came; ``is_unsent`` if the request cannot have reached the engine."""
+    """No byte of an answer came.
 
-    def __init__(self, *, is_unsent: bool) -> None:
+    ``is_unsent`` if the request cannot have reached the engine; ``is_stale`` if it probably
+    did not, for the connection was an old one.
+    """
+
+    def __init__(self, *, is_unsent: bool = False, is_stale: bool = False) -> None:
         super().__init__()
         self.is_unsent = is_unsent
+        self.is_stale = is_stale
 
 
 class Exchange:
@@ -90,6 +98,7 @@ class Exchange:
         self._session = session
         self._limits = limits
         self._is_started = False
+        self._is_repeated = False
         self._tail = b""
         self._queued: tuple[Replica, int] | None = None
         self._expired: Waits | None = None
@@ -136,11 +145,13 @@ class Exchange:
                 return
 
     def _may_repeat(self, error: _NoAnswer) -> bool:
-        return (
-            error.is_unsent
-            or self._call.method in _REPEATABLE_METHODS
-            or self._call.path in _REPEATABLE_PATHS
-        )
+        """Say whether another replica may be asked; of what was sent, a POST is once at most."""
+        if error.is_unsent or self._call.method in _REPEATABLE_METHODS:
+            return True
+        if self._is_repeated or not error.is_stale or self._call.path not in _REPEATABLE_PATHS:
+            return False
+        self._is_repeated = True
+        return True
 
     async def _attempt(self, replica: Replica) -> None:
         num_tokens = 0 if self._record.planned is None else self._record.planned.computed
@@ -157,6 +168,7 @@ class Exchange:
 
     async def _ask(self, replica: Replica) -> aiohttp.ClientResponse:
         call = self._call
+        asked_s = time.monotonic()
         try:
             return await self._session.request(
                 call.method,
@@ -168,8 +180,10 @@ class Exchange:
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _NoAnswer(is_unsent=True) from error
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            raise _NoAnswer(is_stale=time.monotonic() - asked_s < _STALE_S) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise _NoAnswer(is_unsent=False) from error
+            raise _NoAnswer from error
 
     async def _pass_back(self, answer: aiohttp.ClientResponse) -> None:
         record = self._record
