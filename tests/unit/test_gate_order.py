@@ -175,6 +175,23 @@ def test_the_example_without_its_stream_is_found_out_and_pictured(
 
 
 @pytest.mark.parametrize(
+    ("directions", "reason"),
+    [("directions = ()", "nothing was compared"), ("", "AttributeError")],
+    ids=["empty", "missing"],
+)
+def test_a_path_of_which_nothing_is_tested_is_not_a_pass(
+    directions: str, reason: str, own_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "directions = tuple(Direction)"
+    assert line in example()
+    own_path.write_text(example().replace(line, directions), encoding="utf-8")
+    code, data, err = order(capsys, "--target", "my_path:make", "--delay", "0.1")
+    assert code == Exit.NOT_CHECKED
+    assert [each["verdict"] for each in data["findings"]] == ["could not test"]
+    assert reason in err
+
+
+@pytest.mark.parametrize(
     ("raised", "code"),
     [
         ("NoGpu", Exit.NO_GPU),

@@ -9,6 +9,7 @@ import torch
 
 from millpond.gate.device import GateDevice, Size
 from millpond.gate.emulated import EmulatedDevice
+from millpond.gate.errors import CannotTest
 from millpond.gate.geometry import GEOMETRIES, check_geometry
 from millpond.gate.mutants import Caught, run_mutants
 from millpond.gate.ordering import FAILURES, Show, check_path, untested
@@ -91,10 +92,15 @@ def check_order(device: GateDevice, options: OrderOptions, show: Show) -> OrderR
     report = OrderReport(device.name, device.is_emulated, options.timing.delay_s)
     started_s = time.monotonic()
     for target in options.targets:
+        num_before = len(report.findings)
         if target == OWN:
             _check_own(device, options.timing, report, show)
         else:
             _check_target(device, target, options.timing, report, show)
+        found = report.findings[num_before:]
+        if not any(each.num_bytes or each.verdict is Verdict.UNTESTED for each in found):
+            # A path without directions, say: nothing wrong was seen, for nothing was looked at.
+            report.findings.append(untested(None, target, CannotTest("nothing was compared")))
     report.seconds = time.monotonic() - started_s
     return report
 

@@ -58,12 +58,13 @@ def check_path(
 ) -> list[Finding]:
     """Test every edge of a path; what it raises becomes a finding."""
     try:
+        tests = plan_tests(path)
         subject = Subject(device, path, size, timing)
     except FAILURES as error:
         return [untested(None, path.name, error)]
     with contextlib.suppress(*FAILURES):  # each test says so itself
         subject.warm_up()
-    findings = [_checked(subject, test, show) for test in plan_tests(path)]
+    findings = [_checked(subject, test, show) for test in tests]
     try:
         subject.close()
     except FAILURES as error:
