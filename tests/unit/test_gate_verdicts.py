@@ -6,13 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millpond.gate.device import Size
+from millpond.gate import reuse as module
+from millpond.gate.device import Hold, Size
 from millpond.gate.emulated import EmulatedDevice
 from millpond.gate.ordering import check_edge, check_path, plan_tests
+from millpond.gate.own import OwnPath
 from millpond.gate.paths import Promise
 from millpond.gate.patterns import Comparison, Epoch, Rows, compare, pattern
-from millpond.gate.subject import Subject, Timing
-from millpond.gate.verdicts import Attempt, Edge, Finding, Trial, Verdict, judge
+from millpond.gate.reuse import REUSES, reuse
+from millpond.gate.subject import Subject, Timing, poll
+from millpond.gate.verdicts import Attempt, Control, Edge, Finding, Trial, Verdict, judge
 from millpond.transfer.copies import Direction
 from tests.gate_paths import Habits, ToyPath
 
@@ -90,6 +93,56 @@ def test_a_path_that_waits_for_the_whole_device_is_ordered_by_a_host_block(
     habits = replace(SIDE, directions=[Direction.STORE], blocks_for_device=True)
     seen = found(device, habits, replace(TIMING, control_s=1.0), edges="E1")
     assert seen[Edge.E1, "store"].verdict is BLOCKED
+
+
+@pytest.mark.parametrize("edge", ["E1", "E2", "E3", "E4", "E6"])
+def test_a_host_that_comes_after_the_delay_proves_nothing(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, edge: str
+) -> None:
+    def stalls(limit_s: float) -> Hold:
+        hold = type(device).hold(device, limit_s)
+        if limit_s < TIMING.control_s:  # the host goes on only when the delay is over
+            hold.release()
+            assert poll(hold.is_open, 10.0)
+        return hold
+
+    monkeypatch.setattr(device, "hold", stalls)
+    for finding in found(device, Habits(), edges=edge).values():
+        assert finding.verdict is UNTESTED
+        assert "held up until the delay was over" in finding.reason
+
+
+@pytest.mark.parametrize("scenario", REUSES)
+def test_a_slot_that_changes_hands_after_the_delay_proves_nothing(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, scenario: str
+) -> None:
+    route, size = device.routes[0]
+    path = OwnPath("own", lambda: device.copier(route))
+    subject = Subject(device, path, size, TIMING)
+    path.watch.is_kept = True
+    try:
+        in_time = reuse(subject, path, REUSES[scenario], Control.NONE)
+        write = module._write_second
+
+        def write_late(subject: Subject, scene: object) -> list[int]:
+            (hold,) = holds
+            hold.release()
+            assert poll(hold.is_open, 10.0)
+            return write(subject, scene)  # pyright: ignore[reportArgumentType]
+
+        holds: list[Hold] = []
+
+        def keep(limit_s: float) -> Hold:
+            holds.append(type(device).hold(device, limit_s))
+            return holds[-1]
+
+        monkeypatch.setattr(device, "hold", keep)
+        monkeypatch.setattr(module, "_write_second", write_late)
+        late = reuse(subject, path, REUSES[scenario], Control.NONE)
+    finally:
+        path.watch.forget()
+        subject.close()
+    assert (in_time.late, late.late) == (False, True)
 
 
 def test_a_path_that_never_says_done_is_not_ordered_and_does_not_hang(
@@ -174,6 +227,8 @@ RIGHT, WRONG = attempt(right=True), attempt(right=False)
         (Trial(replace(WRONG, blocked=True), WRONG, RIGHT), LOST, "stale"),
         (Trial(replace(RIGHT, fault="late"), WRONG, RIGHT), LOST, "late"),
         (Trial(replace(RIGHT, undelayed=True), WRONG, RIGHT), UNTESTED, "delay does not reach"),
+        (Trial(replace(RIGHT, late=True, blocked=True), WRONG, RIGHT), UNTESTED, "held up"),
+        (Trial(replace(WRONG, late=True), WRONG, RIGHT), LOST, "stale"),
         (Trial(RIGHT, RIGHT, RIGHT), UNTESTED, "cannot see"),
         (Trial(WRONG, RIGHT, RIGHT), UNTESTED, "cannot see"),
         (Trial(RIGHT, WRONG, WRONG), UNTESTED, "full synchronize"),

@@ -91,8 +91,9 @@ def _lend(
     weakref.finalize(lent, reuse, "memory that it was told to keep alive")
     keep_alive = None if control is Control.EDGE_REMOVED else lent
     number = path.watch.num_enqueued
+    was_late = hold.is_open()
     completion = path.submit(direction, list(subject.pairs), keep_alive=keep_alive)
-    call = Call(completion, None, was_blocked=hold.is_open())
+    call = Call(completion, None, was_blocked=hold.is_open(), was_late=was_late)
     # Tables are made when the lane enqueues the copies: a moment later, or behind the hold.
     if control is not Control.SYNCHRONIZED:
         poll(lambda: number in path.watch.given_up, subject.timing.delay_s / 2)
@@ -159,6 +160,7 @@ def _end(
         subject.num_bytes,
         canaries=subject.compare_canaries(),
         blocked=call.was_blocked,
+        late=call.was_late,
         fault=fault,
     )
 

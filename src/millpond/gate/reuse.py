@@ -119,6 +119,8 @@ def reuse(subject: Subject, path: OwnPath, way: Reuse, control: Control) -> Atte
                 way.end_early(scene)
             way.end(scene)
         second = _write_second(subject, scene)
+        # The slots had to change hands while the copy was held up.
+        is_late = hold.is_open()
     finally:
         fault = _end(subject, path, hold, completion)
     comparison = _compare(subject, way.direction, scene, second)
@@ -130,7 +132,7 @@ def reuse(subject: Subject, path: OwnPath, way: Reuse, control: Control) -> Atte
     else:
         num_pages = len(subject.pairs) + len(second)
     num_bytes = max(num_copied, num_pages * subject.room.page_bytes)
-    return Attempt(comparison, num_bytes, fault=fault)
+    return Attempt(comparison, num_bytes, late=is_late, fault=fault)
 
 
 def _set_scene(subject: Subject, direction: Direction) -> _Scene:

@@ -169,6 +169,7 @@ def _result(
         subject.num_bytes,
         canaries=subject.compare_canaries(),
         blocked=call.was_blocked,
+        late=call.was_late,
         undelayed=undelayed,
         fault=fault,
     )

@@ -45,11 +45,16 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the path that has come back. ``was_blocked``: not before the hold was over."""
+    """A call of the path that has come back.
+
+    ``was_blocked``: not before the hold was over. ``was_late``: the hold was over before the
+    call began, so that it says nothing.
+    """
 
     completion: Completion
     point: Fence | None
     was_blocked: bool
+    was_late: bool = False
 
     def is_done(self) -> bool:
         """Say whether the path, by its promise, tells that the copy has ended."""
@@ -178,11 +183,13 @@ class Subject:
     ) -> Call:
         """Call the path with a list of pairs that the caller may change afterwards."""
         with self.device.on(where):
+            # On a busy machine the host may be held up for longer than the stream is.
+            was_late = hold is not None and hold.is_open()
             completion = self.path.copy(direction, pairs)
             was_blocked = hold is not None and hold.is_open()
             is_by_stream = self.path.promise is Promise.STREAM
             point = self.device.point() if is_by_stream else None
-        return Call(completion, point, was_blocked)
+        return Call(completion, point, was_blocked, was_late)
 
     def warm_up(self) -> None:
         """Call the path twice each way, so that it has loaded and taken all that it needs.

@@ -66,7 +66,8 @@ class Attempt:
 
     ``num_bytes`` were to be transferred; ``comparison`` has the bytes at the moment that the
     edge is about, ``canaries`` those that nobody may touch. ``blocked``: the call came back
-    only after the delay was over. ``undelayed``: what was to be delayed was not. ``fault`` is
+    only after the delay was over. ``late``: the delay was over before the host had come to what
+    was to happen during it. ``undelayed``: what was to be delayed was not. ``fault`` is
     what else went wrong, such as a time-out.
     """
 
@@ -74,6 +75,7 @@ class Attempt:
     num_bytes: int
     canaries: Comparison | None = None
     blocked: bool = False
+    late: bool = False
     undelayed: bool = False
     fault: str | None = None
 
@@ -166,6 +168,8 @@ def judge(trial: Trial) -> tuple[Verdict, str]:
     main = trial.main
     if not main.is_right:
         return Verdict.NOT_ORDERED, main.describe()
+    if main.late:
+        return Verdict.UNTESTED, "the host was held up until the delay was over: raise --delay"
     if main.undelayed:
         return Verdict.UNTESTED, "the delay does not reach its copies: they do not wait for it"
     if main.blocked:
