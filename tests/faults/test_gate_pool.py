@@ -199,6 +199,13 @@ def test_a_pool_that_is_off_is_named(daemon: Daemon) -> None:
         check(daemon.socket_path)
 
 
+def test_a_size_that_never_got_a_slot_is_named(daemon: Daemon) -> None:
+    sizes = tuple(num * 128 * KIB for num in range(1, 6))
+    assert len(sizes) > daemon.status()["pool"]["num_extents"]
+    with pytest.raises(SetupError, match=r"no slot of \d+ bytes .* larger pool"):
+        check(daemon.socket_path, sizes=sizes)
+
+
 def test_slots_that_fit_into_no_extent_are_named(daemon: Daemon) -> None:
     with pytest.raises(ConfigError, match="choose a smaller --slot-size"):
         check(daemon.socket_path, sizes=(8 * MIB,))

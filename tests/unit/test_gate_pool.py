@@ -22,7 +22,8 @@ from millpond.gate.pool_device import (
 )
 from millpond.gate.pool_errors import NotRegistered, PoolFault
 from millpond.gate.pool_pattern import POISON, Stamp, describe_word, expected_words
-from millpond.gate.pool_slots import check_full, check_slots, is_free
+from millpond.gate.pool_slots import check_full, check_slots, is_free, require_sizes
+from millpond.model.errors import SetupError
 from millpond.model.limits import KIB, MIB
 from millpond.transfer.copies import Direction
 from millpond.transfer.cpu import CpuDevice
@@ -215,6 +216,13 @@ def test_a_pool_that_is_not_full_to_the_last_slot_is_found(pool: dict[str, objec
     check_full(pool_of(committed=8), {SLOT: 8})
     with pytest.raises(PoolFault):
         check_full(pool, {SLOT: 8})
+
+
+def test_a_size_without_a_slot_is_named_with_the_remedy() -> None:
+    require_sizes({SLOT: 1, 4096: 7}, (SLOT, 4096))
+    for num_slots in ({SLOT: 5}, {SLOT: 5, 4096: 0}):
+        with pytest.raises(SetupError, match=r"no slot of 4096 bytes .* larger pool"):
+            require_sizes(num_slots, (SLOT, 4096))
 
 
 def test_a_pool_is_free_when_no_extent_serves_anybody() -> None:

@@ -25,7 +25,7 @@ from millpond.gate.pool_client import Chunk, ClientSpec, PoolClient
 from millpond.gate.pool_device import CheckedDevice, Moved, open_device
 from millpond.gate.pool_errors import PoolFault, PoolInUse
 from millpond.gate.pool_other import Order, OtherClient
-from millpond.gate.pool_slots import check_full, check_slots, is_free
+from millpond.gate.pool_slots import check_full, check_slots, is_free, require_sizes
 from millpond.model.errors import ConfigError, MillpondError, SetupError
 from millpond.model.limits import KIB, MIB
 from millpond.service.client import AdminClient
@@ -220,7 +220,9 @@ class PoolCheck:
             offsets[chunk.slot_bytes].append(chunk.offsets)
         self._require_no_stranger()
         check_slots(offsets, self.report.arena_bytes)
-        check_full(self._pool(), _num_slots(filling.chunks))
+        num_slots = _num_slots(filling.chunks)
+        check_full(self._pool(), num_slots)
+        require_sizes(num_slots, self.options.slot_sizes)
         self._admin.check()
 
     def _finish(self, filling: _Filling) -> None:

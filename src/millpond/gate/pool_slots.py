@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from millpond.gate.pool_errors import PoolFault
+from millpond.model.errors import SetupError
 from millpond.model.limits import SLOT_ALIGNMENT_BYTES
 from millpond.model.namespace import aligned_slot_bytes
 
@@ -60,6 +61,16 @@ def check_full(pool: Mapping[str, Any], num_slots: Mapping[int, int]) -> None:
                 f"of {total} slots of {size} bytes the pool counts {committed} as committed "
                 f"({counted}), and {held} were handed out"
             )
+
+
+def require_sizes(num_slots: Mapping[int, int], asked: Sequence[int]) -> None:
+    """Raise ``SetupError`` where a filling has no slot of a size that was to be checked."""
+    missing = [size for size in asked if not num_slots.get(size)]
+    if missing:
+        raise SetupError(
+            f"no slot of {' and '.join(map(str, missing))} bytes was left by the other sizes, so "
+            "that these were not checked: use a larger pool (--size)"
+        )
 
 
 def is_free(pool: Mapping[str, Any]) -> bool:
