@@ -179,6 +179,33 @@ def test_one_name_for_several_requests_is_ambiguous(
             assert one["attribution"]["source"] == "pool"
             assert other["attribution"]["source"] == "pool-ambiguous"
             assert other["attribution"]["computed_tokens"] == 20
+            assert metric(await metrics(router), "prompt_tokens_total", source="computed") == 10
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("num_reports", "is_learnt"), [(1, True), (2, False)])
+def test_only_a_request_of_one_prompt_teaches_anything(
+    daemon: Daemon, socket_path: str, connectors: ExitStack, num_reports: int, is_learnt: bool
+) -> None:
+    async def scenario() -> None:
+        one = reporting(connectors, socket_path, "a", lambda: (5000, 0, {}))
+        other = reporting(connectors, socket_path, "b", lambda: (5000, 0, {}))
+
+        async def script(call: Call) -> None:
+            await one(call)
+            if num_reports == 2:
+                await other(call)
+
+        async with front(ScriptedReplica("a", script), pool_socket=socket_path) as router:
+            await joined(router)
+            before = router.router._identity.bytes_per_token, router.router._estimates.constants
+            async with router.post(BODY) as reply:
+                await reply.content.read()
+            (line,) = await router.logged(1)
+            assert line["attribution"]["prompt_tokens"] == 5000 * num_reports
+            now = router.router._identity.bytes_per_token, router.router._estimates.constants
+            assert (now[0] != before[0], now[1] != before[1]) == (is_learnt, is_learnt)
 
     run(scenario)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millpond.router.attribution import attribute, guess
+from millpond.router.attribution import SeenNames, attribute, guess
 from millpond.router.errors import Ended, no_replica, replica_gone
 from millpond.router.headers import facts
 from millpond.router.metrics import Metrics, main_source
@@ -62,6 +62,31 @@ def test_a_name_of_the_clients_is_sure_only_while_it_is_unique() -> None:
     mine = record(is_own_id=False)
     assert attribute(mine, [report(1, 0)]).source == "pool"
     assert attribute(mine, [report(1, 0), report(1, 0)]).source == "pool-ambiguous"
+    again = record(is_own_id=False, is_new_name=False)
+    assert attribute(again, [report(1, 0)]).source == "pool-ambiguous", "the report of the first"
+
+
+def test_names_of_clients_are_remembered_within_bounds() -> None:
+    seen = SeenNames(2)
+    assert [seen.note(name) for name in "aababc"] == [True, False, True, False, False, True]
+    assert seen.note("a"), "the oldest one has gone"
+
+
+def test_only_one_report_is_of_one_prompt() -> None:
+    assert attribute(record(), [report(1, 0)]).is_of_one_prompt
+    assert not attribute(record(), [report(1, 0), report(1, 0)]).is_of_one_prompt
+    assert guess(record()).is_of_one_prompt
+
+
+def test_tokens_that_may_be_of_other_requests_are_not_counted() -> None:
+    metrics = Metrics(Replicas(), Estimates())
+    again = record(is_own_id=False, is_new_name=False)
+    again.attribution = attribute(again, [report(5, 5, a=5)])
+    metrics.add(again)
+    text = metrics.text().decode()
+    assert "millpond_router_requests_total{" in text
+    for name in ("prompt_tokens_total{", "loaded_tokens_total{", "ttft_seconds_count{"):
+        assert f"millpond_router_{name}" not in text
 
 
 def test_a_guess_adds_up() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import aiohttp
 
 from millpond.router import errors
-from millpond.router.attribution import Attributor, PoolReports
+from millpond.router.attribution import Attributor, PoolReports, SeenNames
 from millpond.router.errors import Ended, Refusal
 from millpond.router.exchange import Call, Exchange, Message, Send, header_map
 from millpond.router.headers import REQUEST_ID, request_headers
@@ -25,7 +25,7 @@ from millpond.router.placement.chosen import make_placement
 from millpond.router.placement.cost import work_of
 from millpond.router.placement.estimates import Estimates, Work
 from millpond.router.prefixes import TEXT_BLOCK_BYTES, HeldPrefixes, TextIdentity
-from millpond.router.prompts import Prompt, named_by_headers, read_prompt
+from millpond.router.prompts import GENERATING, Prompt, named_by_headers, read_prompt
 from millpond.router.records import AccessLog, Record
 from millpond.router.replicas import Replica, Replicas
 
@@ -64,6 +64,7 @@ class Router:
         self._attributor = Attributor(
             pool, on_done=self._note_done, on_new_pool=self._prefixes.forget_pool
         )
+        self._seen_names = SeenNames()
         self._exchanges: set[Exchange] = set()
         self._serving: set[asyncio.Task[object]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -258,7 +259,11 @@ class Router:
             path=scope["path"],
             policy=self._options.policy.value,
             is_own_id=not given,
+            is_new_name=not given or self._is_new_name(given, scope["path"]),
         )
+
+    def _is_new_name(self, name: str, path: str) -> bool:
+        return path not in GENERATING or self._seen_names.note(name)
 
     def _note_ended(self, record: Record) -> None:
         if record.ended_ns is None:
@@ -270,12 +275,13 @@ class Router:
 
     def _note_done(self, record: Record) -> None:
         seen, planned = record.attribution, record.planned
-        if seen is not None and seen.source == "pool":
-            self._identity.learn(record.prompt_bytes, seen.prompt_tokens)
-        if seen is not None and planned is not None and record.ttft_s is not None:
-            self._estimates.learn(
-                Work(planned.queued, seen.computed_tokens, seen.loaded_tokens), record.ttft_s
-            )
+        if seen is not None and seen.is_of_one_prompt:
+            if seen.source == "pool":
+                self._identity.learn(record.prompt_bytes, seen.prompt_tokens)
+            if planned is not None and record.ttft_s is not None:
+                self._estimates.learn(
+                    Work(planned.queued, seen.computed_tokens, seen.loaded_tokens), record.ttft_s
+                )
         self._metrics.add(record)
         self._log.write(record)
 

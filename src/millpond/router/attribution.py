@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ _RECONNECT_S: Final = 2.0
 _TIMEOUT_S: Final = 2.0
 _WAITING_MAX: Final = 10_000
 """Requests beyond it are not asked about."""
+_NAMES_MAX: Final = 100_000
+"""More than a pool keeps reports: of what is older, nothing can be mistaken."""
 
 Reports = Sequence[tuple[str, Report]]
 
@@ -79,6 +81,24 @@ class PoolReports:
     def _lose(self, why: str) -> None:
         _log.warning("pool away: socket=%s why=%s", self._socket, why)
         self.close()
+
+
+class SeenNames:
+    """Remembers the latest names that clients gave requests."""
+
+    def __init__(self, num_max: int = _NAMES_MAX) -> None:
+        self._num_max = num_max
+        self._seen: OrderedDict[int, None] = OrderedDict()
+
+    def note(self, name: str) -> bool:
+        """Return whether a name is new, and remember it."""
+        key = hash(name)  # names may be long
+        is_new = key not in self._seen
+        self._seen[key] = None
+        self._seen.move_to_end(key)
+        if len(self._seen) > self._num_max:
+            self._seen.popitem(last=False)
+        return is_new
 
 
 @dataclass(slots=True)
@@ -175,7 +195,7 @@ def attribute(record: Record, reports: Reports) -> Attribution:
     for _, report in reports:
         for writer, tokens in report.writers.items():
             writers[writer] = writers.get(writer, 0) + tokens
-    is_sure = record.is_own_id or len(reports) == 1
+    is_sure = record.is_own_id or (record.is_new_name and len(reports) == 1)
     return Attribution(
         source="pool" if is_sure else "pool-ambiguous",
         reader=reports[-1][0],
@@ -184,6 +204,7 @@ def attribute(record: Record, reports: Reports) -> Attribution:
         local_tokens=sum(report.local_tokens for _, report in reports),
         loaded_tokens=sum(report.loaded_tokens for _, report in reports),
         writers=writers,
+        num_reports=len(reports),
     )
 
 

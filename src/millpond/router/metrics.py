@@ -78,7 +78,7 @@ class Metrics:
         if record.holder is not None:
             self._prefixed.labels(record.policy).inc()
             self._moved.labels(record.policy).inc(record.is_moved)
-        if record.attribution is not None:
+        if record.attribution is not None and not record.attribution.is_ambiguous:
             self._add_tokens(record, record.attribution)
 
     def text(self) -> bytes:

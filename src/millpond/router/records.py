@@ -27,6 +27,7 @@ class Attribution:
     used one name for several requests, so that these are sums over them, and ``guessed``
     where no report came and the router says what it thinks. ``writers`` counts loaded tokens
     by the replica that had written them. ``reader`` is who reported.
+    ``num_reports`` is more than one for several prompts or samples, too.
     """
 
     source: str
@@ -36,6 +37,17 @@ class Attribution:
     local_tokens: int
     loaded_tokens: int
     writers: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS)
+    num_reports: int = 0
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether other requests may be part of these sums: they are no measure of anything."""
+        return self.source == "pool-ambiguous"
+
+    @property
+    def is_of_one_prompt(self) -> bool:
+        """Whether the tokens are those of one prompt, by a report or a guess."""
+        return not self.is_ambiguous and self.num_reports <= 1
 
     @property
     def own_tokens(self) -> int:
@@ -53,7 +65,8 @@ class Record:
     """One request, filled in while it lives. Times are of ``time.perf_counter_ns``.
 
     ``local_tokens`` and ``holder`` are what the router thought when it placed the request.
-    ``planned`` is the work it expected. No body and no query is ever part of it.
+    ``planned`` is the work it expected. ``is_new_name`` unless the client has used the name
+    before. No body and no query is ever part of it.
     """
 
     request_id: str
@@ -61,6 +74,7 @@ class Record:
     path: str
     policy: str
     is_own_id: bool
+    is_new_name: bool = True
     arrived_ns: int = field(default_factory=time.perf_counter_ns)
     arrived_at: float = field(default_factory=time.time)
     replica: str | None = None
