@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from millpond.router import exchange
+from millpond.router.http_protocol import BoundedHttp
 from millpond.router.options import Limits
 from tests.faults.router_world import (
     DONE,
@@ -104,14 +105,24 @@ def test_a_client_that_reads_slowly_slows_the_replica_down() -> None:
     run(scenario)
 
 
-def test_a_client_that_stops_reading_is_given_up() -> None:
+def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
+        closed = asyncio.Event()
+        lost = BoundedHttp.connection_lost
+
+        def connection_lost(self: BoundedHttp, exc: Exception | None) -> None:
+            lost(self, exc)
+            closed.set()
+
+        monkeypatch.setattr(BoundedHttp, "connection_lost", connection_lost)
         flood = Flood()
         limits = Limits(client_s=0.5)
         async with front(ScriptedReplica("a", flood), limits=limits) as router:
             async with router.raw(REQUEST):
                 (line,) = await router.logged(1)
                 assert line["ended"] == "client-stalled"
+                async with asyncio.timeout(10):
+                    await closed.wait()  # though the client takes nothing of what is unsent
             assert flood.num_sent < NUM_PIECES
             assert router.loads() == {"a": 0}
 

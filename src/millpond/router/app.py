@@ -18,6 +18,7 @@ from millpond.router.errors import Ended, Refusal
 from millpond.router.exchange import Call, Exchange, Message, Send, header_map
 from millpond.router.headers import REQUEST_ID, request_headers
 from millpond.router.health import Health
+from millpond.router.http_protocol import ABORT
 from millpond.router.metrics import CONTENT_TYPE, Metrics
 from millpond.router.options import METRICS_PATH, RouterOptions
 from millpond.router.placement.base import Asked
@@ -121,6 +122,8 @@ class Router:
             exchange = await self._take(scope, receive, send, record)
             if exchange is not None:
                 await self._serve(exchange, receive)
+                if exchange.is_stalled:
+                    scope["extensions"][ABORT]["abort"]()
         except asyncio.CancelledError:
             record.ended = Ended.ROUTER_STOPPED
             raise

@@ -112,6 +112,11 @@ class Exchange:
             self._expired = self.waits
             self._task.cancel()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it has ended because its client takes nothing."""
+        return self._expired is Waits.CLIENT
+
     async def run(self, placer: Placer) -> None:
         """Serve the call, by another replica where one fails before its first byte."""
         self._task = asyncio.current_task()
@@ -238,7 +243,7 @@ class Exchange:
     async def _end_expired(self, waits: Waits) -> None:
         if waits is Waits.CLIENT:
             self._record.ended = Ended.CLIENT_STALLED
-            return  # an answer without its end closes the connection
+            return  # what is written waits for the client: the connection has to be aborted
         refusal = errors.replica_silent(self._record.tried[-1], self._limits.seconds(waits))
         if self._is_started:
             await self._end_broken(refusal)

@@ -6,6 +6,8 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S_MAX: Final = 30.0
+ABORT: Final = "millpond.abort"
+"""The extension of a request's scope that ends its connection at once, whatever is unsent."""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -34,6 +36,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._begin_head()
         super().on_message_begin()
+        # The application can only end an answer; the connection would wait for a client to take
+        # what has been written, for ever.
+        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
         self._end_head()
