@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from http.client import IncompleteRead
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from millpond.gate.service import (
 from millpond.gate.service_cases import Case, cases_for
 from millpond.gate.service_pair import CannotCheck, Mismatch, Pair, PairOptions, Place
 from millpond.launch.engine_client import Completion
-from millpond.model.errors import ConfigError, DaemonGone, SetupError
+from millpond.model.errors import ConfigError, DaemonGone, InvariantBroken, SetupError
 
 
 def answer(tokens: list[int], odds: list[float]) -> Completion:
@@ -132,6 +133,10 @@ def raising(error: Exception) -> Callable[[], int]:
         (raising(httpx.ReadTimeout("late")), CaseVerdict.FAILED, "ReadTimeout: late"),
         (raising(DaemonGone("gone")), CaseVerdict.FAILED, "DaemonGone: gone"),
         (raising(ValueError("no tokens")), CaseVerdict.FAILED, "no tokens"),
+        (raising(ConnectionResetError("reset")), CaseVerdict.FAILED, "ConnectionResetError: reset"),
+        (raising(IncompleteRead(b"")), CaseVerdict.FAILED, "IncompleteRead"),
+        (raising(InvariantBroken("a hole")), CaseVerdict.FAILED, "the pool is broken: a hole"),
+        (raising(KeyError("odd")), CaseVerdict.NOT_CHECKED, "the check itself failed: KeyError"),
     ],
 )
 def test_what_comes_of_a_case(work: Callable[[], int], verdict: CaseVerdict, why: str) -> None:

@@ -6,6 +6,7 @@ data changes the output is needed for that to say anything: the control is the c
 """
 
 import enum
+import http.client
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
@@ -14,7 +15,13 @@ import httpx
 
 from millpond.gate.service_cases import Case
 from millpond.gate.service_pair import CannotCheck, Mismatch
-from millpond.model.errors import ConfigError, ExpectedError, SetupError
+from millpond.model.errors import (
+    ConfigError,
+    ExpectedError,
+    InvariantBroken,
+    MillpondError,
+    SetupError,
+)
 
 TOLERANCE: Final = 0.25
 """Largest difference of a log-probability between a computed and a cached request that counts
@@ -40,6 +47,23 @@ LAUNCHED_ONLY: Final = (
 )
 """Cases that need control over the processes."""
 CASES: Final = (*ANYWHERE, *LAUNCHED_ONLY)
+
+FAILURES: Final = (
+    Mismatch,
+    CannotCheck,
+    MillpondError,
+    httpx.HTTPError,
+    http.client.HTTPException,
+    OSError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What a case may raise: the cases after it are still to be checked."""
 
 
 class CaseVerdict(enum.StrEnum):
@@ -119,17 +143,35 @@ def _result(case: Case, before: Callable[[], None]) -> CaseResult:
     try:
         before()
         num_compared = case.run()
-    except Mismatch as mismatch:
-        return CaseResult(case.name, CaseVerdict.FAILED, str(mismatch), 0)
-    except CannotCheck as reason:
-        return CaseResult(case.name, CaseVerdict.NOT_CHECKED, str(reason), 0)
-    except (httpx.HTTPError, ExpectedError, ValueError) as error:
-        # A request that ends in an error is what the pool must never cause.
-        why = f"a request failed: {type(error).__name__}: {error}"
-        return CaseResult(case.name, CaseVerdict.FAILED, why, 0)
-    except (SetupError, TimeoutError) as error:
-        why = f"a process did not stop or start as it should: {error}"
-        return CaseResult(case.name, CaseVerdict.NOT_CHECKED, why, 0)
+    except FAILURES as error:
+        verdict, why = _failed(error)
+        return CaseResult(case.name, verdict, why, 0)
     if not num_compared:
         return CaseResult(case.name, CaseVerdict.NOT_CHECKED, "no token was compared", 0)
     return CaseResult(case.name, CaseVerdict.PASSED, case.what, num_compared)
+
+
+def _failed(error: Exception) -> tuple[CaseVerdict, str]:
+    """Return what comes of a case that raised, and why."""
+    match error:
+        case Mismatch():
+            return CaseVerdict.FAILED, str(error)
+        case CannotCheck():
+            return CaseVerdict.NOT_CHECKED, str(error)
+        case InvariantBroken():
+            return CaseVerdict.FAILED, f"the pool is broken: {error}"
+        case SetupError() | TimeoutError():
+            why = f"a process did not stop or start as it should: {error}"
+            return CaseVerdict.NOT_CHECKED, why
+        case (
+            httpx.HTTPError()
+            | http.client.HTTPException()
+            | OSError()
+            | ExpectedError()
+            | ValueError()
+        ):
+            # A request that ends in an error is what the pool must never cause.
+            return CaseVerdict.FAILED, f"a request failed: {type(error).__name__}: {error}"
+        case _:
+            why = f"the check itself failed: {type(error).__name__}: {error}"
+            return CaseVerdict.NOT_CHECKED, why
