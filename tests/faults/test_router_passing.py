@@ -84,6 +84,28 @@ def test_requests_arrive_as_they_were_sent() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("names", [(), (b"",), (b"one", b"two"), (b"one",), ("\u00e9".encode(),)])
+def test_a_replica_gets_exactly_one_request_id(names: tuple[bytes, ...]) -> None:
+    lines = b"".join(b"X-Request-Id: %s\r\n" % each for each in names)
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + lines + b"\r\n"
+
+    async def scenario() -> None:
+        replica = ScriptedReplica("a", answer(b"{}"))
+        async with front(replica) as router, router.raw(request) as (reader, _):
+            head = (await reader.read()).lower()
+            (line,) = await router.logged(1)
+        (found,) = replica.calls[0].header("x-request-id")
+        assert found, "an empty one names nothing"
+        sent = found.encode("latin-1")
+        assert line["request_id"] == found, "as the replica reads it, and reports it"
+        if len(names) == 1 and names[0]:
+            assert sent == names[0]
+        elif not names:
+            assert b"x-millpond-request-id: %s\r\n" % sent in head
+
+    run(scenario)
+
+
 def test_answers_arrive_as_they_were_sent() -> None:
     packed = gzip.compress(b'{"x": 1}')
     headers = (
@@ -205,6 +227,7 @@ def test_what_is_too_large_or_no_http_never_reaches_a_replica() -> None:
         head + b"Content-Length: 1001\r\n\r\n": b"HTTP/1.1 413",
         chunked: b"HTTP/1.1 413",
         head + b"X: \xff\r\nConnection: close\r\nContent-Length: 0\r\n\r\n": b"HTTP/1.1 400",
+        head + b"Connection: x-request-id, close\r\nX-Request-Id: \xff\r\n\r\n": b"HTTP/1.1 400",
         head + b"X: " + b"y" * 4000: b"HTTP/1.1 431",
         head + b"A: b\r\n" * 600: b"HTTP/1.1 431",
         head + b"Content-Length: 10\r\n\r\nhalf": b"HTTP/1.1 408",

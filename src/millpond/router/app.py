@@ -255,7 +255,9 @@ class Router:
     # ------------------------------------------------------------ afterwards
 
     def _record(self, scope: Scope) -> Record:
-        given = header_map(scope["headers"]).get(REQUEST_ID, b"").decode("latin-1")
+        named = [value for name, value in scope["headers"] if name == REQUEST_ID]
+        # Of several names none is better than the others, and a report has one.
+        given = named[0].decode("latin-1") if len(named) == 1 else ""
         return Record(
             request_id=given or secrets.token_hex(16),
             method=scope["method"],

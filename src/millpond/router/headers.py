@@ -29,13 +29,13 @@ _OF_THE_REQUEST: Final = frozenset({b"host", b"content-length", b"expect"})
 def request_headers(headers: RawHeaders, request_id: str) -> list[tuple[str, str]]:
     """Return what the replica gets; raises ``UnicodeDecodeError`` for what is not UTF-8.
 
-    Everything passes, keys too; only a missing request id is added, for reports to name.
+    Everything passes, keys too; of request ids exactly one, for reports to name.
     """
-    dropped = _HOP_BY_HOP | _OF_THE_REQUEST | _named_by_connection(headers)
+    dropped = _HOP_BY_HOP | _OF_THE_REQUEST | (_named_by_connection(headers) - {REQUEST_ID})
     passed = [(name.decode(), value.decode()) for name, value in headers if name not in dropped]
-    if not any(name == REQUEST_ID for name, _ in headers):
-        passed.append((REQUEST_ID.decode(), request_id))
-    return passed
+    others = [(name, value) for name, value in passed if name != REQUEST_ID.decode()]
+    # Replicas read headers as Latin-1, and so does our name for the request.
+    return [*others, (REQUEST_ID.decode(), request_id.encode("latin-1").decode())]
 
 
 def response_headers(headers: Iterable[tuple[bytes, bytes]], record: Record) -> RawHeaders:
