@@ -22,13 +22,14 @@ import torch
 from millpond.cli import run
 from millpond.cli.exits import Exit
 from millpond.gate.pool import DEFAULT_SLOT_SIZES, PoolCheck, PoolCheckOptions, PoolReport
-from millpond.gate.pool_device import CheckedDevice, open_device
+from millpond.gate.pool_device import CheckedDevice, Mover, open_device
 from millpond.gate.pool_errors import NotRegistered, PoolInUse
 from millpond.model.errors import ConfigError, ExpectedError, SetupError
 from millpond.model.limits import ARENA_HEADER_BYTES, KIB, MIB
 from millpond.pool.allocator import SlotTable
 from millpond.service.server import ServeOptions, serve
 from millpond.transfer.cpu import CpuDevice
+from millpond.transfer.device import CopyFailed
 from tests.faults.engine import Engine
 from tests.faults.world import ARENA_NAME, SIZE_BYTES, WAIT_S, Daemon, eventually
 
@@ -153,6 +154,18 @@ def test_one_flipped_bit_is_found(daemon: Daemon, filling: str) -> None:
     assert report.fault is not None
     assert f"the slot at offset {3 * MIB} differs from byte 16 on: expected" in report.fault
     assert filling not in [done.name for done in report.fillings]
+    assert daemon.status()["pool"]["num_blocks"] == 0
+
+
+def test_a_copy_that_fails_is_a_fault(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise CopyFailed("a load failed: error 700")
+
+    def break_off() -> None:
+        monkeypatch.setattr(Mover, "move", fail)
+
+    report = check(daemon.socket_path, at("first: reading back", break_off))
+    assert report.fault == "a load failed: error 700"
     assert daemon.status()["pool"]["num_blocks"] == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millpond.arena.arena import Arena
+from millpond.gate import pool_device as module
 from millpond.gate.errors import NoGpu
 from millpond.gate.pool_device import (
     NUM_LAYERS,
@@ -21,12 +22,14 @@ from millpond.gate.pool_device import (
     pick_device,
 )
 from millpond.gate.pool_errors import NotRegistered, PoolFault
+from millpond.gate.pool_other import Answer, _attempt
 from millpond.gate.pool_pattern import POISON, Stamp, describe_word, expected_words
 from millpond.gate.pool_slots import check_full, check_slots, is_free, require_sizes
-from millpond.model.errors import SetupError
+from millpond.model.errors import DaemonGone, SetupError
 from millpond.model.limits import KIB, MIB
 from millpond.transfer.copies import Direction
 from millpond.transfer.cpu import CpuDevice
+from millpond.transfer.device import CopyFailed
 
 SLOT = 64 * KIB
 ARENA_BYTES = 8 * MIB
@@ -134,6 +137,26 @@ def test_a_load_that_moves_nothing_is_found(arena: Arena, pages: Pages, mover: M
     difference = pages.compare(Idle(), arena, Stamp(0, 0, 0), slots, chance)  # type: ignore[arg-type]
     assert difference is not None
     assert difference.found == POISON
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fault"), [(CopyFailed("gone"), True), (DaemonGone("gone"), False)]
+)
+def test_a_failed_copy_of_the_second_client_is_a_fault(error: Exception, is_fault: bool) -> None:
+    def work() -> Answer:
+        raise error
+
+    answer = _attempt(work)
+    assert (answer.fault, answer.error) == (("gone", None) if is_fault else (None, "gone"))
+
+
+def test_a_copy_that_never_ends_has_failed(
+    arena: Arena, mover: Mover, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_COPY_S_MAX", 0.05)
+    monkeypatch.setattr(mover._engine, "submit", lambda *_, **__: None)
+    with pytest.raises(CopyFailed, match="store of 65536 bytes has not ended"):
+        pages.store(mover, arena, Stamp(0, 0, 0), array("Q", [0]), random.Random(1))
 
 
 def test_slots_are_whole_pages_of_all_layers() -> None:

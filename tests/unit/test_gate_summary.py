@@ -16,7 +16,7 @@ from millpond.gate.errors import NoPackage
 from millpond.gate.pool import FillingResult, PoolReport
 from millpond.gate.service import CaseResult, CaseVerdict, ServiceReport
 from millpond.gate.summary import Check, Result, Rows, overall, summary_html
-from millpond.model.errors import SetupError
+from millpond.model.errors import InvariantBroken, SetupError
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,18 @@ def raising(error: Exception) -> Callable[[], PoolChecked]:
             CaseVerdict.FAILED,
             Exit.NO,
             ["not checked", "failed"],
+        ),
+        (
+            raising(InvariantBroken("a hole")),
+            CaseVerdict.PASSED,
+            Exit.NO,
+            ["failed", "passed"],
+        ),
+        (
+            raising(KeyError("odd")),
+            CaseVerdict.PASSED,
+            Exit.NOT_CHECKED,
+            ["not checked", "passed"],
         ),
     ],
 )

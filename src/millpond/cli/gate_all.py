@@ -18,9 +18,9 @@ from millpond.cli.gate_pool import AskedPool, PoolChecked, check_pool
 from millpond.cli.gate_service import AskedService, ServiceChecked, check_service
 from millpond.cli.output import print_json, stderr, stdout
 from millpond.gate.errors import CannotTest
-from millpond.gate.service import choose_cases
+from millpond.gate.service import FAILURES, choose_cases
 from millpond.gate.summary import Check, Result, Rows, overall, summary_html
-from millpond.model.errors import ExpectedError, SetupError
+from millpond.model.errors import ExpectedError, InvariantBroken, SetupError
 
 _POOL_SIZE: Final = "256MiB"
 _CHECKS: Final = ("order", "mutants", "pool", "service")
@@ -142,8 +142,14 @@ def _attempt(name: str, make: Callable[[], Check]) -> Check:
     stderr.print(f"gate {name}", markup=False)
     try:
         return make()
+    except InvariantBroken as error:
+        return Check(name, Result.FAILED, f"the pool is broken: {error}")
     except (CannotTest, SetupError, ExpectedError, httpx.HTTPError, TimeoutError) as error:
         return Check(name, Result.NOT_CHECKED, str(error))
+    except FAILURES as error:
+        # A bug of the check must not cost the results of the others.
+        text = f"the check itself failed: {type(error).__name__}: {error}"
+        return Check(name, Result.NOT_CHECKED, text)
 
 
 def _result(checked: Checked) -> Result:

@@ -30,6 +30,7 @@ from millpond.model.errors import ConfigError, MillpondError, SetupError
 from millpond.model.limits import KIB, MIB
 from millpond.service.client import AdminClient
 from millpond.transfer.copies import Direction
+from millpond.transfer.device import CopyFailed
 
 DEFAULT_SLOT_SIZES: Final = (1 * MIB, 200 * KIB)
 """Pages and states of a hybrid, say; the second does not divide an extent."""
@@ -143,7 +144,7 @@ class PoolCheck:
             self._require_empty()
             try:
                 self._fill_all()
-            except PoolFault as fault:
+            except (PoolFault, CopyFailed) as fault:
                 # A stranger's blocks would look like slots that are missing.
                 self._require_no_stranger()
                 self.report.fault = str(fault)

@@ -18,7 +18,6 @@ from millpond.arena.arena import Arena
 from millpond.gate.errors import NoGpu, TooLittleMemory
 from millpond.gate.pool_errors import NotRegistered
 from millpond.gate.pool_pattern import POISON, Difference, Stamp, expected_words
-from millpond.model.errors import RequestTimedOut
 from millpond.model.layout import LayerPages, PageGeometry, PartLayout, Segment
 from millpond.model.limits import BLOCKS_PER_RESERVE_MAX, GIB, MIB
 from millpond.transfer.copies import Copies, Direction, LayerMemory, plan_copies
@@ -131,7 +130,7 @@ class Mover:
     def move(self, direction: Direction, copies: Copies, arena: Arena) -> None:
         """Copy behind all that was submitted to the device so far, and wait for the end.
 
-        Raises ``CopyFailed``, and ``RequestTimedOut`` after five minutes.
+        Raises ``CopyFailed``, also where that has not come after five minutes.
         """
         tickets: list[Ticket] = []
         is_done = threading.Event()
@@ -144,7 +143,10 @@ class Mover:
             direction, copies, after=self._engine.fence(), keep_alive=arena, on_done=on_done
         )
         if not is_done.wait(_COPY_S_MAX):
-            raise RequestTimedOut(f"a copy of {copies.num_bytes} bytes has not ended in time")
+            raise CopyFailed(
+                f"a {direction.value} of {copies.num_bytes} bytes has not ended in "
+                f"{_COPY_S_MAX:g} s"
+            )
         if tickets[0].error is not None:
             raise CopyFailed(f"a {direction.value} failed: {tickets[0].error}")
         self.moved[direction].add(tickets[0])

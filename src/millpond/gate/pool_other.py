@@ -17,6 +17,7 @@ from millpond.gate.pool_device import Moved, open_device
 from millpond.gate.pool_errors import PoolFault
 from millpond.model.errors import DaemonGone, ExpectedError, MillpondError, RequestTimedOut
 from millpond.transfer.copies import Direction
+from millpond.transfer.device import CopyFailed
 
 _START_S_MAX: Final = 180.0
 """Importing torch on a busy machine, and registering the arena a second time."""
@@ -125,7 +126,7 @@ def run_other(spec: ClientSpec, device_name: str, turn: Lock, pipe: Connection) 
 def _attempt(work: Callable[[], Answer]) -> Answer:
     try:
         return work()
-    except PoolFault as fault:
+    except (PoolFault, CopyFailed) as fault:
         return Answer(fault=str(fault))
     except (MillpondError, CannotTest, RuntimeError) as error:  # torch raises the latter
         return Answer(error=str(error))
