@@ -316,3 +316,22 @@ def test_cost_goes_where_the_prefix_is() -> None:
             assert headers["x-millpond-replica"] == "a"
 
     run(scenario)
+
+
+def test_a_name_at_another_address_holds_nothing_of_what_it_held_before() -> None:
+    async def scenario() -> None:
+        one, other = (ScriptedReplica(name, stream(EVENT, DONE)) for name in "ab")
+        async with front(one) as router, other:
+            await ask(router)
+            assert (await ask(router))["x-millpond-prefix-holder"] == "a"
+            router.router.replicas.drain("a")
+            router.router.add("a", one.url)
+            assert (await ask(router))["x-millpond-prefix-holder"] == "a", "it is the same one"
+            await until(lambda: router.loads() == {"a": 0}, "nothing runs there")
+            router.router.replicas.drain("a")
+            router.router.add("a", other.url)
+            await router.ready(1)
+            assert (await ask(router))["x-millpond-prefix-holder"] == "none"
+            assert len(other.calls) == 1
+
+    run(scenario)

@@ -208,3 +208,10 @@ def test_a_drained_replica_moves_to_another_address_once_it_is_idle() -> None:
     replicas["a"].num_running = 0
     assert replicas.add("a", "http://b:1").state is State.STARTING
     assert [each.url for each in replicas] == ["http://b:1"]
+
+
+def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
+    for url in ("http://user:secret@a:1", "http://user@a:1"):
+        with pytest.raises(ValueError, match="no user or password") as caught:
+            Replicas().add("a", url)
+        assert "secret" not in str(caught.value)

@@ -36,11 +36,9 @@ def admin_app(router: Router) -> web.Application:
     async def add(request: web.Request) -> web.Response:
         try:
             asked = msgspec.json.decode(await request.read(), type=_Placed)
-            added = router.replicas.add(asked.name, asked.url)
+            return _json(router.add(asked.name, asked.url).statistics())
         except (ValueError, msgspec.DecodeError) as error:
             return _json({"error": str(error)}, status=400)
-        router.check_soon()
-        return _json(added.statistics())
 
     app = web.Application()
     app.add_routes([web.get("/replicas", show), web.post("/drain", drain), web.post("/add", add)])

@@ -28,7 +28,7 @@ from millpond.router.placement.estimates import Estimates, Work
 from millpond.router.prefixes import TEXT_BLOCK_BYTES, HeldPrefixes, TextIdentity
 from millpond.router.prompts import GENERATING, Prompt, named_by_headers, read_prompt
 from millpond.router.records import AccessLog, Record
-from millpond.router.replicas import Replica, Replicas
+from millpond.router.replicas import Replica, Replicas, State
 
 Receive = Callable[[], Awaitable[Message]]
 Scope = dict[str, Any]
@@ -104,10 +104,14 @@ class Router:
         if self._session is not None:
             await self._session.close()
 
-    def check_soon(self) -> None:
-        """Look at the replicas at once, for one was added."""
+    def add(self, name: str, url: str) -> Replica:
+        """Take a replica in (see ``Replicas.add``), and look at it at once."""
+        added = self.replicas.add(name, url)
+        if added.state is State.STARTING:
+            self._prefixes.forget(name)  # those of another process of this name
         if self._health is not None:
             self._health.check_soon()
+        return added
 
     # ------------------------------------------------------------ serving
 

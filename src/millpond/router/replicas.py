@@ -101,5 +101,7 @@ def check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8001")
+    if "@" in parts.netloc:  # not shown again: it may be a password
+        raise ValueError("an address has no user or password: what clients send is passed on")
     _ = parts.port, parts.hostname.encode("idna")  # raise for what cannot be connected to
     return url.rstrip("/")
