@@ -3,6 +3,8 @@
 import os
 from collections.abc import Callable
 from http.client import IncompleteRead
+from math import nan
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from millpond.cli import run
 from millpond.cli.exits import AnswerIsNo, Exit, NotAllChecked
 from millpond.cli.gate_service import ServiceChecked
+from millpond.gate import service_launched as launched
 from millpond.gate.service import (
     ANYWHERE,
     CASES,
@@ -51,6 +54,7 @@ def test_equal_answers_are_counted(pair: Pair) -> None:
     [
         ([1, 2, 4], [-1.0, -2.0, -3.0], r"tokens \[1, 2, 4\], \[1, 2, 3\] without the pool"),
         ([1, 2, 3], [-1.0, -2.0, -3.11], "differs by 0.1100"),
+        ([1, 2, 3], [-1.0, nan, -3.0], "differs by nan"),
     ],
 )
 def test_other_answers_are_a_mismatch(
@@ -65,6 +69,7 @@ def test_a_change_is_more_than_twice_the_tolerance(pair: Pair) -> None:
     assert not pair.is_changed(answer([1], [-1.19]), first)
     assert pair.is_changed(answer([1], [-1.21]), first)
     assert pair.is_changed(answer([2], [-1.0]), first)
+    assert pair.is_changed(answer([1, 1], [-1.0, nan]), answer([1, 1], [-1.0, -1.0]))
 
 
 def test_after_a_close_call_the_rest_is_compared_with_what_follows_it(
@@ -201,6 +206,47 @@ def test_cases_are_chosen_by_name() -> None:
         choose_cases(("cold",), ("cold",))
 
 
+# ---------------------------------------------------------------- a request in a thread
+
+
+class Odd(Exception):
+    """What nobody expects."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (Mismatch("other tokens"), Mismatch),
+        (DaemonGone("gone"), DaemonGone),
+        (ConnectionResetError("reset"), ConnectionResetError),
+        (CannotCheck("late"), CannotCheck),
+        (KeyError("odd"), KeyError),
+    ],
+)
+def test_what_a_request_in_a_thread_raises_is_raised(
+    raised: Exception, seen: type[Exception]
+) -> None:
+    with pytest.raises(seen):
+        launched._Asking(raising(raised)).join()  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_ends_in_anything_else_fails_the_case() -> None:
+    with pytest.raises(Mismatch, match="nobody expects"):
+        launched._Asking(raising(Odd())).join()  # pyright: ignore[reportArgumentType]
+
+
+def test_a_daemon_killed_under_no_answer_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, system = MagicMock(), MagicMock()
+    pair.compare.return_value = 8
+    # Neither asks nor fails: there is nothing to compare.
+    monkeypatch.setattr(launched, "_Asking", MagicMock())
+    monkeypatch.setattr(launched, "wait_for_lease", lambda *_: True)
+    monkeypatch.setattr(launched, "moved", lambda *_: 8)
+    with pytest.raises(Mismatch, match="has no answer"):
+        launched.Launched(system, pair)._restart()
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -210,6 +256,8 @@ def test_cases_are_chosen_by_name() -> None:
         ([], Exit.USAGE, "--launch"),
         (["--launch", "--url", "http://127.0.0.1:1"], Exit.USAGE, "--launch"),
         (["--url", "http://127.0.0.1:1"], Exit.USAGE, "twice"),
+        (["--launch", "--only", "warm", "--tolerance", "nan"], Exit.USAGE, "--tolerance nan"),
+        (["--launch", "--only", "warm", "--tolerance", "inf"], Exit.USAGE, "--tolerance inf"),
         (["--launch", "--only", "warm"], Exit.USAGE, "no case 'warm'"),
         (
             ["--url", "http://127.0.0.1:1"] * 2,

@@ -1,5 +1,6 @@
 """``millpond gate service``: the same answers with the pool off and on, from real replicas."""
 
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -132,6 +133,9 @@ def gate_service(context: Context, *, as_json: bool, is_launch: bool, **flags: o
     urls = cast("tuple[str, ...]", flags["urls"])
     if is_launch == bool(urls) or (urls and len(urls) != 2):
         raise click.UsageError("give --launch, or --url twice: one for each replica")
+    tolerance = cast("float", flags["tolerance"])
+    if not math.isfinite(tolerance):  # a range takes "nan", and then all would be equal
+        raise click.UsageError(f"--tolerance {tolerance}: not a finite number")
     asked = AskedService(
         urls=urls,
         socket=cast("Path | None", flags["socket"]),
@@ -139,7 +143,7 @@ def gate_service(context: Context, *, as_json: bool, is_launch: bool, **flags: o
         only=cast("tuple[str, ...]", flags["only"]),
         skip=cast("tuple[str, ...]", flags["skip"]),
         block_tokens=cast("int | None", flags["block_tokens"]),
-        tolerance=cast("float", flags["tolerance"]),
+        tolerance=tolerance,
         seed=cast("int", flags["seed"]),
         logs=cast("Path | None", flags["logs"]),
     )

@@ -16,6 +16,7 @@ import httpx
 
 from millpond.config import PoolConfig
 from millpond.gate.corruption import corruption
+from millpond.gate.service import FAILURES
 from millpond.gate.service_cases import Case, moved, wait_for_lease
 from millpond.gate.service_pair import (
     A,
@@ -156,6 +157,8 @@ class Launched:
         was_loading = wait_for_lease(pair, "load")
         self.system.kill_pool()
         asking.join()
+        if not answers:
+            raise Mismatch("the request under which the daemon was killed has no answer")
         alone = pair.compare(pair.ask(A, ids, new_salt()), reference, "without a daemon")
         self.system.restart_pool()
         self.wait_joined(A, B)
@@ -179,14 +182,17 @@ class _Asking:
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._error: Exception | None = None
+        self._has_returned = False
         self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
         self._thread.start()
 
     def _run(self, ask: Callable[[], None]) -> None:
         try:
             ask()
-        except (httpx.HTTPError, ValueError, Mismatch) as error:
+        except FAILURES as error:
             self._error = error
+        else:
+            self._has_returned = True
 
     def join(self) -> None:
         self._thread.join(_THREAD_S_MAX)
@@ -194,6 +200,8 @@ class _Asking:
             raise Mismatch(f"a request was not answered in {_THREAD_S_MAX:g} s")
         if self._error is not None:
             raise self._error
+        if not self._has_returned:
+            raise Mismatch("a request ended in an error that nobody expects")
 
 
 def _ask_in_vain(pair: Pair, ids: Sequence[int], salt: str) -> _Asking:

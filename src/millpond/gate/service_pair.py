@@ -167,19 +167,19 @@ class Pair:
         return num_tokens
 
     def _compare_odds(self, mine: Sequence[float], theirs: Sequence[float], what: str) -> None:
-        difference = max((abs(x - y) for x, y in zip(mine, theirs, strict=True)), default=0.0)
-        if difference > self.options.tolerance:
-            raise Mismatch(
-                f"{what}: a log-probability differs by {difference:.4f} from that without the "
-                f"pool, by at most {self.options.tolerance:g} is equal"
-            )
+        for x, y in zip(mine, theirs, strict=True):
+            difference = abs(x - y)
+            if not difference <= self.options.tolerance:  # which is so for what is no number, too
+                raise Mismatch(
+                    f"{what}: a log-probability differs by {difference:.4f} from that without "
+                    f"the pool, by at most {self.options.tolerance:g} is equal"
+                )
 
     def is_changed(self, answer: Completion, reference: Completion) -> bool:
         """Return whether two answers differ by more than twice what counts as equal."""
         pairs = zip(answer.logprobs, reference.logprobs, strict=True)
-        return (
-            answer.token_ids != reference.token_ids
-            or max(abs(x - y) for x, y in pairs) > 2 * self.options.tolerance
+        return answer.token_ids != reference.token_ids or not all(
+            abs(x - y) <= 2 * self.options.tolerance for x, y in pairs
         )
 
     def require_loaded(
