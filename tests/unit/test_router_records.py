@@ -1,12 +1,15 @@
 """Records of requests: what logs and metrics make of them, and of reports of the pool."""
 
+import asyncio
 import json
 import logging
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from millpond.router.attribution import SeenNames, attribute, guess
+from millpond.router.attribution import Attributor, PoolReports, SeenNames, attribute, guess
 from millpond.router.errors import Ended, no_replica, replica_gone
 from millpond.router.headers import facts
 from millpond.router.metrics import Metrics, main_source
@@ -70,6 +73,34 @@ def test_names_of_clients_are_remembered_within_bounds() -> None:
     seen = SeenNames(2)
     assert [seen.note(name) for name in "aababc"] == [True, False, True, False, False, True]
     assert seen.note("a"), "the oldest one has gone"
+
+
+def test_what_is_being_asked_about_at_the_end_is_recorded_too() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    class Slow(PoolReports):
+        is_connected = True
+
+        def ask(self, request_ids: Sequence[str]) -> None:
+            if request_ids:
+                asked.set()
+                answer.wait(10)
+
+    async def scenario() -> list[Record]:
+        done: list[Record] = []
+        attributor = Attributor(Slow(Path("none")), on_done=done.append, on_new_pool=lambda: None)
+        attributor.submit(record())
+        running = asyncio.create_task(attributor.run())
+        assert await asyncio.to_thread(asked.wait, 10)
+        running.cancel()
+        await asyncio.wait({running}, timeout=10)
+        answer.set()
+        attributor.close()
+        return done
+
+    (found,) = asyncio.run(scenario())
+    assert found.attribution is not None
+    assert found.attribution.source == "guessed"
 
 
 def test_only_one_report_is_of_one_prompt() -> None:

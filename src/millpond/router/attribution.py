@@ -152,7 +152,11 @@ class Attributor:
         while True:
             due = self._take_due(time.monotonic())
             names = [each.record.request_id for each in due]
-            found = await loop.run_in_executor(self._thread, self._pool.ask, names)
+            try:
+                found = await loop.run_in_executor(self._thread, self._pool.ask, names)
+            except asyncio.CancelledError:
+                self._waiting.extend(due)  # for close
+                raise
             if self._pool.epoch != epoch:
                 epoch = self._pool.epoch
                 self._on_new_pool()
