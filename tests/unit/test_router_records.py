@@ -6,9 +6,11 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from millpond.model.errors import InvariantBroken
 from millpond.router.attribution import Attributor, PoolReports, SeenNames, attribute, guess
 from millpond.router.errors import Ended, no_replica, replica_gone
 from millpond.router.headers import facts
@@ -16,6 +18,7 @@ from millpond.router.metrics import Metrics, main_source
 from millpond.router.placement.estimates import Estimates
 from millpond.router.records import AccessLog, Record
 from millpond.router.replicas import Replicas, State
+from millpond.service.client import AdminClient
 from millpond.service.protocol import Report
 
 
@@ -73,6 +76,36 @@ def test_names_of_clients_are_remembered_within_bounds() -> None:
     seen = SeenNames(2)
     assert [seen.note(name) for name in "aababc"] == [True, False, True, False, False, True]
     assert seen.note("a"), "the oldest one has gone"
+
+
+class BrokenPool:
+    """An admin's client of a pool that finds fault with names, and then with itself."""
+
+    welcome = SimpleNamespace(epoch=1)
+
+    def poll_closed(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def requests_named(self, name: str) -> list[tuple[str, Report]]:
+        if name == "broken":
+            raise InvariantBroken("a bug")
+        if name == "long":
+            raise ValueError("limit: a name")
+        return [report(1, 0)]
+
+
+def test_a_pool_that_is_broken_is_away_and_a_bad_name_has_no_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AdminClient, "connect", lambda *_, **__: BrokenPool())
+    pool = PoolReports(Path("any"))
+    assert pool.ask(["long", "short"]) == [(), [report(1, 0)]]
+    assert pool.is_connected
+    assert pool.ask(["short", "broken"]) is None
+    assert not pool.is_connected
 
 
 def test_what_is_being_asked_about_at_the_end_is_recorded_too() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from millpond.model.errors import ExpectedError
+from millpond.model.errors import ExpectedError, InvariantBroken
 from millpond.router.prompts import GENERATING
 from millpond.router.records import Attribution, Record
 from millpond.service.client import AdminClient
@@ -67,8 +67,8 @@ class PoolReports:
         if self._client is None:
             return None
         try:
-            return [self._client.requests_named(each) for each in request_ids]
-        except ExpectedError as error:
+            return [_reports(self._client, each) for each in request_ids]
+        except (ExpectedError, InvariantBroken) as error:
             self._lose(str(error))
             return None
 
@@ -81,6 +81,14 @@ class PoolReports:
     def _lose(self, why: str) -> None:
         _log.warning("pool away: socket=%s why=%s", self._socket, why)
         self.close()
+
+
+def _reports(client: AdminClient, request_id: str) -> Reports:
+    try:
+        return client.requests_named(request_id)
+    except ValueError as error:  # beyond the protocol's limits: the pool is fine, the name is not
+        _log.warning("no reports: request_id=%.100s why=%s", request_id, error)
+        return ()
 
 
 class SeenNames:
