@@ -101,6 +101,29 @@ def test_after_a_close_call_the_rest_is_compared_with_what_follows_it(
             compare(tokens, odds)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_close", "is_right"),
+    [(8, 2, True), (8, 3, False), (60, 3, True), (60, 4, False)],
+)
+def test_too_many_close_calls_are_a_mismatch(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_close: int, is_right: bool
+) -> None:
+    tokens = [9 if i < num_close else 1 for i in range(num_tokens)]
+
+    def reference(_: list[int], *, replica: str, num_tokens: int) -> Completion:
+        assert replica == "b"
+        return answer([1] * num_tokens, [-1.0] * num_tokens)
+
+    monkeypatch.setattr(pair, "reference", reference)
+    mine = answer(tokens, [-1.05] * num_tokens)
+    if is_right:
+        assert pair.compare_in_batch([70], mine, "x", replica="b") == num_tokens
+        assert pair.num_close_calls == num_close
+    else:
+        with pytest.raises(Mismatch, match=f"more than {num_close - 1} of {num_tokens} tokens"):
+            pair.compare_in_batch([70], mine, "x", replica="b")
+
+
 def test_prompts_follow_the_seed_and_fit(pair: Pair) -> None:
     other = Pair(pair.places, pair.options, lambda _: None)
     first = pair.prompt(300)

@@ -32,6 +32,9 @@ _REQUEST_TIMEOUT_S: Final = 300.0
 _ADMIN_TIMEOUT_S: Final = 10.0
 _SETTLE_S_MAX: Final = 60.0
 _POLL_S: Final = 0.005
+_CLOSE_CALLS_MAX: Final = 2
+_CLOSE_SHARE_MAX: Final = 0.05
+"""Of an answer's tokens, whichever is more, may be others because they were equally likely."""
 _TOKEN_IDS: Final = range(10, 2000)
 """Ids that every model's vocabulary has."""
 
@@ -150,9 +153,11 @@ class Pair:
 
         There rounding differs from step to step: where two tokens are equally likely within
         the tolerance, either may be the answer. What follows is compared with what ``replica``
-        says without the pool to the prompt and the answer so far.
+        says without the pool to the prompt and the answer so far. An answer with many of
+        these is a mismatch: rounding does not explain it.
         """
-        num_done, num_tokens = 0, len(answer.token_ids)
+        num_done, num_tokens, num_close = 0, len(answer.token_ids), 0
+        num_close_max = max(_CLOSE_CALLS_MAX, int(_CLOSE_SHARE_MAX * num_tokens))
         while num_done < num_tokens:
             known = [*ids, *answer.token_ids[:num_done]]
             reference = self.reference(known, replica=replica, num_tokens=num_tokens - num_done)
@@ -162,8 +167,14 @@ class Pair:
             stop = min(num_done + num_same + 1, num_tokens)
             mine = answer.logprobs[num_done:stop]
             self._compare_odds(mine, reference.logprobs[: len(mine)], what)
-            self.num_close_calls += num_done + num_same < num_tokens
+            num_close += num_done + num_same < num_tokens
+            if num_close > num_close_max:
+                raise Mismatch(
+                    f"{what}: more than {num_close_max} of {num_tokens} tokens differ from those "
+                    "without the pool, too many for rounding"
+                )
             num_done = stop
+        self.num_close_calls += num_close
         return num_tokens
 
     def _compare_odds(self, mine: Sequence[float], theirs: Sequence[float], what: str) -> None:
