@@ -15,6 +15,11 @@ Check = Callable[[str, str], Iterator[str]]
 BROAD_EXCEPTS_ALLOWED = {
     "src/millpond/cli/app.py": 1,  # a bug ends in one line and an exit code
     "src/millpond/service/loop.py": 1,  # one client's bug must not end the others
+    # Decision 7: what compilers, drivers and allocators raise must cost a miss and no more.
+    "src/millpond/transfer/cuda.py": 1,
+    "src/millpond/transfer/registration.py": 1,
+    "src/millpond/transfer/streams.py": 4,
+    "src/millpond/transfer/threads.py": 1,
 }
 
 EVERYWHERE = ("src", "scripts", "tests")
