@@ -176,3 +176,30 @@ def test_the_memory_of_a_daemon_that_is_gone_is_given_up(monkeypatch: pytest.Mon
     assert len(released) == len(closed) == 1
     assert worker._join().session == SESSION + 1
     assert worker._past_sessions == []
+
+
+class NoSums:
+    """Checksums that fail in a way that nobody has thought of."""
+
+    def check(self, *_: object) -> None:
+        raise MemoryError("planted")
+
+    write = check
+
+
+def test_copies_whose_checksums_fail_end_as_failed_ones() -> None:
+    """A load must be reported, or its request waits for ever; a store must not be committed."""
+    client = FakeClient()
+    worker = make_worker(client)
+    worker._checksums = NoSums()
+    worker._num_stores["request-2"] = 1
+    with pytest.raises(MemoryError):
+        worker._end_load(job(1), client, None)
+    with pytest.raises(MemoryError):
+        worker._end_store(job(2), client, None)
+    assert client.finished == [(1, False), (2, False)]
+    assert worker.finished() == (set(), {"request-1"}, {"request-1"})
+    results = worker.take_results()
+    assert results.stores_done == {2: 1}
+    assert list(results.loads_failed) == ["request-1"]
+    assert worker._num_stores == {}

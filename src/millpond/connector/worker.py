@@ -158,24 +158,35 @@ class WorkerSide:
     # -------------------------------------------------------------- copy threads
 
     def _end_load(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
-        checked = Checked()
-        if client is not None and error is None:
-            checked = self._checksums.check(client.arena, _summed(job))
+        # Until its sums have been compared: whatever goes wrong, the request must hear of it.
+        checked, failure = Checked(), error or "its checksums could not be compared"
+        try:
+            if client is not None and error is None:
+                checked = self._checksums.check(client.arena, _summed(job))
+            failure = error
             if checked.damaged:
-                error = f"slots with other bytes than were stored: {len(checked.damaged)}"
-        # guards: the slots may be reused once released: the last byte has been read (E5).
-        self._finish(job, client, checked, ok=error is None)
-        with self._lock:
-            if error is not None:
-                self._results.loads_failed[job.request_id] = error
-                self._failed.add(job.request_id)
-            self._loaded.add(job.request_id)
+                failure = f"slots with other bytes than were stored: {len(checked.damaged)}"
+        finally:
+            # guards: the slots may be reused once released: the last byte has been read (E5).
+            self._finish(job, client, checked, ok=failure is None)
+            with self._lock:
+                if failure is not None:
+                    self._results.loads_failed[job.request_id] = failure
+                    self._failed.add(job.request_id)
+                self._loaded.add(job.request_id)
 
     def _end_store(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
-        if client is not None and error is None:
-            self._checksums.write(client.arena, _summed(job))
-        # guards: a commit must not precede the last byte in the arena (E2).
-        self._finish(job, client, Checked(), ok=error is None)
+        is_good = False  # until its sums are written: those of an earlier block may stand there
+        try:
+            if client is not None and error is None:
+                self._checksums.write(client.arena, _summed(job))
+            is_good = error is None
+        finally:
+            # guards: a commit must not precede the last byte in the arena (E2).
+            self._finish(job, client, Checked(), ok=is_good)
+            self._note_stored(job)
+
+    def _note_stored(self, job: Job) -> None:
         with self._lock:
             self._results.stores_done[job.job_id] = 1
             left = self._num_stores[job.request_id] - 1
