@@ -14,12 +14,17 @@ import torch
 from millpond.cli import run
 from millpond.cli.exits import Exit
 from millpond.gate import errors, mutants
+from millpond.gate.device import Size
 from millpond.gate.emulated import EmulatedDevice
 from millpond.gate.geometry import GEOMETRIES, Geometry, Tensor, check_geometry
 from millpond.gate.mutants import MUTANTS, run_mutants
-from millpond.gate.subject import Timing
+from millpond.gate.own import OwnPath
+from millpond.gate.reuse import REUSES, Reuse, reuse
+from millpond.gate.subject import Subject, Timing
 from millpond.gate.targets import TARGETS
-from millpond.gate.verdicts import GUARDS, Edge
+from millpond.gate.verdicts import GUARDS, Control, Edge
+from millpond.model.limits import BLOCKS_PER_RESERVE_MAX, SLOT_ALIGNMENT_BYTES
+from millpond.transfer.routes import Route
 from tests.conftest import num_gpus
 from tests.meta.checks import ROOT
 
@@ -90,6 +95,26 @@ def device() -> Iterator[EmulatedDevice]:
     made = EmulatedDevice()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("way", REUSES.values(), ids=list(REUSES))
+def test_reuse_of_more_slots_than_one_reserve_grants_is_tested(
+    device: EmulatedDevice, way: Reuse
+) -> None:
+    path = OwnPath("many pages", lambda: device.copier(Route.LOOP))
+    size = Size(2 * BLOCKS_PER_RESERVE_MAX, SLOT_ALIGNMENT_BYTES)
+    subject = Subject(device, path, size, Timing())
+    path.watch.is_kept = True
+    try:
+        whole = reuse(subject, path, way, Control.NONE)
+        broken = reuse(subject, path, way, Control.EDGE_REMOVED)
+    finally:
+        path.watch.forget()
+        subject.close()
+    assert len(subject.pairs) > BLOCKS_PER_RESERVE_MAX
+    assert (whole.late, whole.fault) == (False, None)
+    is_right = whole.comparison.is_right, broken.comparison.is_right
+    assert is_right == (True, False)
 
 
 # ---------------------------------------------------------------- geometry

@@ -18,7 +18,7 @@ from millpond.transfer.routes import Route
 _ROUTES: Final = (
     (Route.BATCH, Size(64, 256 * KIB)),
     # So many that the lane's thread enqueues them, and only once the fence is passed.
-    (Route.BATCH, Size(4608, 16 * KIB)),
+    (Route.BATCH, Size(6912, 16 * KIB)),
     (Route.LOOP, Size(64, 256 * KIB)),
     # More than two pieces of the staging buffer, so that each is used again.
     (Route.STAGED, Size(384, 192 * KIB)),

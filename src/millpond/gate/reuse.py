@@ -18,7 +18,7 @@ from millpond.gate.patterns import Comparison, Epoch, Rows, compare, pattern
 from millpond.gate.subject import Subject
 from millpond.gate.verdicts import Attempt, Control
 from millpond.model.errors import MillpondError
-from millpond.model.limits import WRITE_LEASE_S_MAX
+from millpond.model.limits import BLOCKS_PER_RESERVE_MAX, WRITE_LEASE_S_MAX
 from millpond.model.names import Coverage
 from millpond.model.namespace import Namespace, PartSpec
 from millpond.pool.pool import Pool
@@ -32,39 +32,44 @@ _EXPIRED_NS: Final = int((WRITE_LEASE_S_MAX + 1) * 1e9)
 
 @dataclass(slots=True)
 class _Scene:
-    """A pool over the rows of the host, its first session, and the lease of the copy."""
+    """A pool over the rows of the host, its first session, and the leases of the copy."""
 
     pool: Pool
     page_bytes: int
     num_rows: int
     session: int = 0
-    lease: int = 0
+    leases: list[int] = field(default_factory=list[int])
     rows: list[int] = field(default_factory=list[int])
     lock: threading.Lock = field(default_factory=threading.Lock)
     """The pool is used by one thread at a time: the test's, or the engine's."""
     faults: list[str] = field(default_factory=list[str])
 
     def finish(self, *, ok: bool) -> None:
-        """End the lease; the caller has the lock."""
-        try:
-            self.pool.finish(self.session, self.lease, rank=0, ok=ok, now_ns=2)
-        except (MillpondError, ValueError) as error:
-            self.faults.append(str(error))
+        """End the leases; the caller has the lock."""
+        for lease in self.leases:
+            try:
+                self.pool.finish(self.session, lease, rank=0, ok=ok, now_ns=2)
+            except (MillpondError, ValueError) as error:
+                self.faults.append(str(error))
 
-    def end_lease(self, *, ok: bool) -> None:
-        """End the lease, as the connector does from a completion."""
+    def end_leases(self, *, ok: bool) -> None:
+        """End the leases, as the connector does from a completion."""
         with self.lock:
             self.finish(ok=ok)
 
-    def reserve(self, session: int, tag: str, num_blocks: int) -> tuple[int | None, list[int]]:
-        """Reserve slots for a chain of blocks; return the lease and the rows granted."""
-        with self.lock:
-            keys = _chain(tag, num_blocks)
-            granted = self.pool.reserve(
-                session, keys, _KEY_BYTES, first_block=0, parts=((),), now_ns=1
-            )
-        offsets = [offset for part in granted.offsets for offset in part]
-        return granted.lease_id, [offset // self.page_bytes for offset in offsets]
+    def reserve(self, session: int, tag: str, num_blocks: int) -> tuple[list[int], list[int]]:
+        """Reserve slots for chains of blocks; return the leases and the rows granted."""
+        leases: list[int] = []
+        rows: list[int] = []
+        for keys in _chains(tag, num_blocks):
+            with self.lock:
+                granted = self.pool.reserve(
+                    session, keys, _KEY_BYTES, first_block=0, parts=((),), now_ns=1
+                )
+            if granted.lease_id is not None:
+                leases.append(granted.lease_id)
+            rows += [offset // self.page_bytes for part in granted.offsets for offset in part]
+        return leases, rows
 
     def open_session(self, replica: str) -> int:
         """Open a session of one rank."""
@@ -143,26 +148,34 @@ def _set_scene(subject: Subject, direction: Direction) -> _Scene:
     pool.add_namespace(_namespace(page_bytes))
     scene = _Scene(pool, page_bytes, num_rows)
     scene.session = scene.open_session("first")
-    lease, scene.rows = scene.reserve(scene.session, "first", len(subject.pairs))
+    scene.leases, scene.rows = scene.reserve(scene.session, "first", len(subject.pairs))
     if direction is Direction.STORE:
         subject.prepare(pages=Epoch.NEW, host=Epoch.EMPTY)
     else:
         subject.prepare(pages=Epoch.OLD, host=Epoch.EMPTY)
         subject.host.numpy()[scene.rows] = subject.image(Epoch.NEW)
-        scene.lease = lease or 0
-        scene.end_lease(ok=True)
-        keys = _chain("first", len(subject.pairs))
-        read = pool.pin(scene.session, keys, _KEY_BYTES, first_block=0, now_ns=1)
-        lease, scene.rows = read.lease_id, [at // page_bytes for at in read.offsets[0][1::2]]
-    if lease is None or len(scene.rows) != len(subject.pairs):
+        scene.end_leases(ok=True)
+        scene.leases, scene.rows = _pin(scene, len(subject.pairs))
+    if len(scene.rows) != len(subject.pairs):
         raise AssertionError(f"the pool granted {len(scene.rows)} slots of {len(subject.pairs)}")
-    scene.lease = lease
     return scene
+
+
+def _pin(scene: _Scene, num_blocks: int) -> tuple[list[int], list[int]]:
+    """Pin what the first session has committed; return the leases and the rows."""
+    leases: list[int] = []
+    rows: list[int] = []
+    for keys in _chains("first", num_blocks):
+        read = scene.pool.pin(scene.session, keys, _KEY_BYTES, first_block=0, now_ns=1)
+        if read.lease_id is not None:
+            leases.append(read.lease_id)
+            rows += [at // scene.page_bytes for at in read.offsets[0][1::2]]
+    return leases, rows
 
 
 def _submit(subject: Subject, path: OwnPath, direction: Direction, scene: _Scene) -> OwnCompletion:
     def end(ticket: Ticket) -> None:
-        scene.end_lease(ok=ticket.error is None)
+        scene.end_leases(ok=ticket.error is None)
 
     pairs = [(page, row) for (page, _), row in zip(subject.pairs, scene.rows, strict=True)]
     return path.submit(direction, pairs, keep_alive=path.arena, on_done=end)
@@ -171,11 +184,11 @@ def _submit(subject: Subject, path: OwnPath, direction: Direction, scene: _Scene
 def _write_second(subject: Subject, scene: _Scene) -> list[int]:
     """Let a second session fill whatever it can get; return its rows."""
     session = scene.open_session("second")
-    lease, rows = scene.reserve(session, "second", scene.num_rows)
+    leases, rows = scene.reserve(session, "second", scene.num_rows)
     labels = [_SECOND_LABEL + row for row in rows]
     subject.host.numpy()[rows] = pattern(labels, scene.page_bytes, Epoch.SECOND)
-    if lease is not None:
-        with scene.lock:
+    with scene.lock:
+        for lease in leases:
             scene.pool.finish(session, lease, rank=0, ok=True, now_ns=3)
     return rows
 
@@ -222,9 +235,14 @@ def _leftover(scene: _Scene) -> str | None:
     return None
 
 
-def _chain(tag: str, num_blocks: int) -> bytes:
-    digests = [hashlib.sha256(f"{tag} {block}".encode()).digest() for block in range(num_blocks)]
-    return b"".join(digest[:_KEY_BYTES] for digest in digests)
+def _chains(tag: str, num_blocks: int) -> list[bytes]:
+    """Return the keys of so many blocks, in prefixes that one reserve can grant."""
+    keys = [
+        hashlib.sha256(f"{tag} {block}".encode()).digest()[:_KEY_BYTES]
+        for block in range(num_blocks)
+    ]
+    starts = range(0, num_blocks, BLOCKS_PER_RESERVE_MAX)
+    return [b"".join(keys[start : start + BLOCKS_PER_RESERVE_MAX]) for start in starts]
 
 
 def _namespace(page_bytes: int) -> Namespace:

@@ -6,7 +6,7 @@ one that ``streams.py`` or ``staging.py`` makes.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,7 +17,7 @@ from millpond.arena.arena import Arena
 from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Fence, Stream
-from millpond.transfer.feed import Feed
+from millpond.transfer.feed import CALLS_MAX, Feed
 from millpond.transfer.kernel import PageTable, can_copy
 from millpond.transfer.link import LinkReport, LinkSpeed
 from millpond.transfer.measuring import Measured, Sample, log_measured, measure
@@ -98,33 +98,34 @@ class CudaStream:
         num_copies = len(copies.lengths)
         if num_copies > _QUICK_COPIES_MAX or not self._feed.has_room(num_copies):
             return False
+        routes = self._routes_of(copies)
+        if _needs_calls(routes) and not self._feed.has_room(num_copies, CALLS_MAX):
+            return False
+        if Route.STAGED not in routes or self._stager is None:
+            return True
+        return self._stager.has_room(copies.num_bytes)
+
+    def _routes_of(self, copies: Copies) -> dict[Route, list[int]]:
+        """Return the routes of the copies, and the lengths that go each."""
+        found: dict[Route, list[int]] = {}
         routes = self._routes()
-        is_staged = any(
-            routes.of(self._direction, length) is Route.STAGED
-            for length in np.unique(copies.lengths).tolist()
-        )
-        return not is_staged or self._stager is None or self._stager.has_room(copies.num_bytes)
+        for length in np.unique(copies.lengths).tolist():
+            found.setdefault(routes.of(self._direction, length), []).append(length)
+        return found
 
     def copy(self, copies: Copies) -> object:
         """Enqueue the copies, each by the route of its size.
 
         So many that a stream may not hold them are enqueued when the fence has been passed.
         """
-        if self._fence is not None and len(copies.lengths) > _BEHIND_A_FENCE_MAX:
+        by_route = self._routes_of(copies)
+        num_max = CALLS_MAX if _needs_calls(by_route) else _BEHIND_A_FENCE_MAX
+        if self._fence is not None and len(copies.lengths) > num_max:
             self._fence.wait()
-        by_route: dict[Route, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
-        routes = self._routes()
-        for length in np.unique(copies.lengths).tolist():
-            chosen = copies.lengths == length
-            route = routes.of(self._direction, length)
-            by_route[route] = by_route[route] | chosen if route in by_route else chosen
         try:
             return [
-                self._enqueue(
-                    route,
-                    Copies(copies.sources[some], copies.targets[some], copies.lengths[some]),
-                )
-                for route, some in by_route.items()
+                self._enqueue(route, _chosen(copies, lengths))
+                for route, lengths in by_route.items()
             ]
         except (cudart.CudaFailed, RuntimeError) as failure:  # torch and Triton raise the latter
             raise CopyFailed(str(failure)) from failure
@@ -175,6 +176,16 @@ class CudaStream:
     def close(self, timeout_s: float) -> bool:
         """Nothing to give up: torch keeps its streams."""
         return timeout_s >= 0
+
+
+def _needs_calls(routes: Collection[Route]) -> bool:
+    """Say whether some copies are handed over one by one."""
+    return Route.LOOP in routes or not cudart.has_batch_copy()
+
+
+def _chosen(copies: Copies, lengths: Sequence[int]) -> Copies:
+    some = np.isin(copies.lengths, lengths)
+    return Copies(copies.sources[some], copies.targets[some], copies.lengths[some])
 
 
 class CudaDevice:

@@ -21,6 +21,8 @@ PORTION_COPIES: Final = 1024
 COPIES_MAX: Final = 8192
 """On a stream at a time: 9 ms of pages of 64 KiB. Each wait for an end needs the interpreter
 lock, for which a busy engine lets wait for 5 ms."""
+CALLS_MAX: Final = 512
+"""The same where each copy is a call of its own: a stream holds about a thousand of them."""
 
 
 class Feed:
@@ -32,11 +34,11 @@ class Feed:
         """The end of each portion that may be on the stream, and its copies."""
         self._num_copies = 0
 
-    def has_room(self, num_copies: int) -> bool:
-        """Say whether so many copies can be enqueued without a wait."""
+    def has_room(self, num_copies: int, num_max: int = COPIES_MAX) -> bool:
+        """Say whether so many copies can be enqueued without a wait: ``num_max`` in all."""
         while self._portions and self._portions[0][0].query():
             self._num_copies -= self._portions.popleft()[1]
-        return self._num_copies + num_copies <= COPIES_MAX
+        return self._num_copies + num_copies <= num_max
 
     def copy(
         self,
@@ -52,10 +54,12 @@ class Feed:
         """
         is_batched = cudart.has_batch_copy() and not one_by_one
         enqueue = cudart.copy_batch if is_batched else cudart.copy_each
-        for start in range(0, len(lengths), PORTION_COPIES):
-            some = slice(start, start + PORTION_COPIES)
+        num_max = COPIES_MAX if is_batched else CALLS_MAX
+        portion = min(PORTION_COPIES, num_max)
+        for start in range(0, len(lengths), portion):
+            some = slice(start, start + portion)
             num_copies = len(lengths[some])
-            while not self.has_room(num_copies):
+            while not self.has_room(num_copies, num_max):
                 self._portions[0][0].synchronize()
             enqueue(sources[some], targets[some], lengths[some], self._stream.cuda_stream)
             end = torch.cuda.Event(blocking=True)
