@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import hmac
 import logging
 import secrets
@@ -21,6 +23,7 @@ from millpond.router.health import Health
 from millpond.router.http_protocol import ABORT
 from millpond.router.metrics import CONTENT_TYPE, Metrics
 from millpond.router.options import METRICS_PATH, RouterOptions
+from millpond.router.page.serving import PAGE_PATHS, STATE_PATH, Answer, LivePage
 from millpond.router.placement.base import Asked
 from millpond.router.placement.chosen import make_placement
 from millpond.router.placement.cost import work_of
@@ -36,6 +39,8 @@ Scope = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 OWN_PATHS: Final = "/millpond"
+_ANSWERED_PATHS: Final = frozenset({METRICS_PATH, STATE_PATH, *PAGE_PATHS})
+"""Answered by the router itself, and neither logged nor counted."""
 _OPEN_PATHS: Final = frozenset({"/health"})
 """Answered without the router's own key, as by vLLM."""
 _WATCH_S_MAX: Final = 1.0
@@ -62,6 +67,12 @@ class Router:
             pool_blocks_max=self._num_blocks(options.pool_tokens),
         )
         self._metrics = Metrics(replicas, self._estimates)
+        self._page = LivePage(
+            replicas,
+            options.policy.value,
+            self._identity.name,
+            has_pool=lambda: self._attributor.has_pool,
+        )
         self._attributor = Attributor(
             pool, on_done=self._note_done, on_new_pool=self._prefixes.forget_pool
         )
@@ -160,8 +171,8 @@ class Router:
         exchange = Exchange(call, record, send, self._session, self._options.limits)
         if refusal is not None:
             await exchange.refuse(refusal)
-        elif record.path == METRICS_PATH:
-            await _answer(send, self._metrics.text())
+        elif record.path in _ANSWERED_PATHS:
+            await _answer(send, self._own_answer(record.path))
         else:
             return exchange
         return None
@@ -169,12 +180,13 @@ class Router:
     def _refusal(self, scope: Scope) -> Refusal | None:
         path: str = scope["path"]
         headers = scope["headers"]
+        is_own = path == OWN_PATHS or path.startswith(OWN_PATHS + "/")
         key = self._options.api_key
         if key is not None and path not in _OPEN_PATHS:
             given = header_map(headers).get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
-                return errors.unauthorized()
-        if path != METRICS_PATH and (path == OWN_PATHS or path.startswith(OWN_PATHS + "/")):
+            if not _is_key(given, key.encode(), or_password=is_own):
+                return errors.password_missing() if is_own else errors.unauthorized()
+        if is_own and path not in _ANSWERED_PATHS:
             return errors.not_found(path)
         try:
             request_headers(headers, "")
@@ -184,6 +196,11 @@ class Router:
         if length.isdigit() and int(length) > self._options.limits.body_bytes_max:
             return errors.body_too_large(self._options.limits.body_bytes_max)
         return None
+
+    def _own_answer(self, path: str) -> Answer:
+        if path == METRICS_PATH:
+            return Answer([(b"content-type", CONTENT_TYPE.encode())], self._metrics.text())
+        return self._page.answer(path)
 
     async def _read_body(self, receive: Receive) -> tuple[Refusal | None, bytes] | None:
         limits = self._options.limits
@@ -279,7 +296,7 @@ class Router:
             record.ended_ns = time.perf_counter_ns()
         if record.replica is not None:
             self.replicas[record.replica].num_requests += 1
-        if record.path != METRICS_PATH:
+        if record.path not in _ANSWERED_PATHS:
             self._attributor.submit(record)
 
     def _note_done(self, record: Record) -> None:
@@ -292,6 +309,7 @@ class Router:
                     Work(planned.queued, seen.computed_tokens, seen.loaded_tokens), record.ttft_s
                 )
         self._metrics.add(record)
+        self._page.window.note(record)
         self._log.write(record)
 
     async def _watch(self) -> None:
@@ -319,7 +337,18 @@ async def _wait_gone(receive: Receive) -> None:
         continue
 
 
-async def _answer(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", CONTENT_TYPE.encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+def _is_key(given: bytes, key: bytes, *, or_password: bool) -> bool:
+    """Say whether an Authorization header has the key; a browser sends it as a password."""
+    scheme, _, credentials = given.partition(b" ")
+    if or_password and scheme.lower() == b"basic":
+        try:
+            _, _, password = base64.b64decode(credentials, validate=True).partition(b":")
+        except binascii.Error:
+            return False
+        return hmac.compare_digest(password, key)
+    return hmac.compare_digest(given, b"Bearer " + key)
+
+
+async def _answer(send: Send, answer: Answer) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": False})

@@ -33,6 +33,7 @@ class Refusal:
     kind: str
     message: str
     ended: Ended = Ended.REFUSED
+    headers: Headers = ()
 
     def body(self) -> bytes:
         """Return the body of an answer."""
@@ -52,6 +53,16 @@ class Refusal:
 def unauthorized() -> Refusal:
     """The router's own key is missing or wrong."""
     return Refusal(401, "AuthenticationError", "the router's API key is missing or wrong")
+
+
+def password_missing() -> Refusal:
+    """The same where people come with browsers, which then ask for a password."""
+    return Refusal(
+        401,
+        "AuthenticationError",
+        "the router's API key is missing or wrong; in a browser it is the password",
+        headers=((b"www-authenticate", b'Basic realm="Millpond router", charset="UTF-8"'),),
+    )
 
 
 def bad_header() -> Refusal:

@@ -231,6 +231,7 @@ class Exchange:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
+            *refusal.headers,
             *facts(record),
         ]
         if refusal.status in (408, 413):
