@@ -1,16 +1,22 @@
 """Starting and stopping as one system, with a real pool and engines that only seem to be."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
+from millpond.cli import run
+from millpond.cli.exits import Exit
 from millpond.config import PoolConfig
 from millpond.launch import system as system_module
+from millpond.launch.front import FrontOptions
 from millpond.launch.replica import ReplicaSpec
+from millpond.launch.resources import pick_ports
 from millpond.launch.system import ProcessState, System, SystemOptions
 from millpond.model.errors import SetupError
 from millpond.model.limits import MIB
@@ -47,6 +53,18 @@ def options(temp_dir: Path, **changes: object) -> SystemOptions:
         "stop_grace_s": 5.0,
     }
     return SystemOptions(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def with_front(temp_dir: Path, **changes: object) -> SystemOptions:
+    front = FrontOptions(policy="round-robin", admin_socket=temp_dir / "r.sock", stop_grace_s=5.0)
+    return options(temp_dir, front=front, **changes)
+
+
+def served_by(system: System) -> str:
+    """Return who answers a request to the router."""
+    answer = httpx.get(f"{system.front.api_url}/models", trust_env=False, timeout=10)
+    assert answer.is_success
+    return answer.headers["x-millpond-replica"]
 
 
 def all_pids(system: System) -> list[int]:
@@ -149,3 +167,109 @@ def test_engines_without_a_pool_can_be_started_too(temp_dir: Path) -> None:
         with pytest.raises(ValueError, match="no pool"):
             _ = system.socket
     eventually(lambda: list(temp_dir.iterdir()) == [], "nothing is left", timeout_s=5)
+
+
+# ---------------------------------------------------------------- the router
+
+
+def test_a_system_with_a_router_is_ready_when_all_replicas_get_requests(temp_dir: Path) -> None:
+    seen: list[Sequence[ProcessState]] = []
+    with System(with_front(temp_dir), on_progress=seen.append) as system:
+        pids = [*all_pids(system), *system.front.process.pids()]
+        assert [served_by(system) for _ in range(4)] in (list("abab"), list("baba"))
+        assert [state.name for state in seen[-1]] == ["pool", "a", "b", "router"]
+        for states in seen:
+            ready = {state.name for state in states if state.is_ready}
+            assert "router" not in ready or ready == {"pool", "a", "b", "router"}
+        access_log = system.front.access_log
+        assert access_log.parent == system.run_dir
+        eventually(lambda: access_log.read_text().count("/v1/models") == 4, "logged", timeout_s=10)
+    assert not any(map(exists, pids))
+    assert list(temp_dir.iterdir()) == []
+
+
+def test_requests_go_on_without_a_killed_replica_and_to_it_once_it_is_back(temp_dir: Path) -> None:
+    with System(with_front(temp_dir)) as system:
+        system.kill_replica("b")
+        assert {served_by(system) for _ in range(4)} == {"a"}
+        system.restart_replica("b")
+        eventually(lambda: served_by(system) == "b", "b gets requests again", timeout_s=10)
+
+
+def test_the_router_stops_first_and_the_pool_last(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+    honest = system_module.GuardedProcess.ask_to_stop
+
+    def noted(process: system_module.GuardedProcess) -> None:
+        others = [name for name, other in system._processes().items() if other.status is None]
+        if process.spec.name in others:  # waiting for its end asks once more
+            stopped.append(f"{process.spec.name} of {len(others)}")
+        honest(process)
+
+    system = System(with_front(temp_dir))
+    system.start()
+    monkeypatch.setattr(system_module.GuardedProcess, "ask_to_stop", noted)
+    try:
+        system.stop()
+    finally:
+        shutil.rmtree(system.run_dir)
+    # Each is asked when those before it have ended; engines side by side.
+    assert stopped == ["router of 4", "a of 3", "b of 3", "pool of 1"]
+
+
+def test_what_is_raised_while_the_router_stops_leaves_nothing_running(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = System(with_front(temp_dir))
+    system.start()
+    pids = [*all_pids(system), *system.front.process.pids()]
+    honest = system_module.GuardedProcess.wait_stopped
+
+    def interrupted(process: system_module.GuardedProcess) -> int:
+        status = honest(process)
+        if process.spec.name == "router":
+            raise KeyboardInterrupt
+        return status
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(system_module.GuardedProcess, "wait_stopped", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                system.stop()
+        assert not any(map(exists, pids))
+    finally:
+        system.stop()
+        shutil.rmtree(system.run_dir)
+
+
+def test_a_router_needs_something_to_stand_before(temp_dir: Path) -> None:
+    for changes in ({"pool": None}, {"num_replicas": 0}):
+        with pytest.raises(ValueError, match="before a pool and replicas"):
+            System(with_front(temp_dir, **changes))
+
+
+def test_up_ends_with_the_obituary_of_a_router_that_dies(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = System.wait_for_death
+
+    def kill_router_first(system: System, timeout_s: float) -> str | None:
+        system.front.process.kill()
+        return honest(system, timeout_s)
+
+    monkeypatch.setattr(System, "wait_for_death", kill_router_first)
+    argv = ["up", "--model", "none", "--pool", "16MiB", "--device", "cpu"]
+    port = pick_ports(3, None)[0]
+    argv += ["--port", str(port), "--policy", "alternate", "--socket", str(temp_dir / "p.sock")]
+    assert run(argv, {**os.environ, "TMPDIR": str(temp_dir)}) == Exit.AWAY
+    printed = capsys.readouterr()
+    assert "router ended with status 137" in printed.err
+    assert "router by alternate" in printed.err, "what the router itself has logged"
+    urls = [word for word in printed.out.split() if word.startswith("http://")]
+    base = "http://127.0.0.1"
+    assert urls == [
+        *(f"{base}:{port}/v1", f"{base}:{port}/millpond"),
+        *(f"{base}:{port + 1}", f"{base}:{port + 2}"),
+    ]

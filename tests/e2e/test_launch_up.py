@@ -1,5 +1,6 @@
 """``millpond up`` with a real engine: it serves, and nothing is left however it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from millpond.cli.exits import Exit
 from millpond.launch.guard import descendants
+from millpond.launch.resources import pick_ports
 from millpond.launch.tiny import make_attention
 from tests.waiting import eventually
 
@@ -25,6 +27,7 @@ def up(model: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     (folder / "temp").mkdir()
     argv = [sys.executable, "-m", "millpond.cli", "up", "--model", model, "--replicas", "1"]
     argv += ["--pool", "16MiB", "--socket", str(folder / "up.sock"), "--run-dir", str(folder)]
+    argv += ["--port", str(pick_ports(2, None)[0])]
     argv += ["--", "--max-model-len", "2048"]
     process = subprocess.Popen(
         argv,
@@ -73,10 +76,15 @@ def test_ctrl_c_stops_a_system_that_serves(model: str, folder: Path) -> None:
     with up(model, folder) as process:
         text = read_until(process, "ready after")
         url = next(word for word in text.split() if word.startswith("http://"))
+        assert url.endswith("/v1"), "the router's address comes first"
         assert str(folder / "up.sock") in text
-        assert httpx.get(f"{url}/v1/models", trust_env=False).is_success
+        body = {"model": model, "prompt": list(range(20, 60)), "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{url}/completions", json=body, trust_env=False, timeout=60)
+        assert answer.is_success, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        assert answer.headers["x-millpond-replica"] == "a"
         pids = descendants(process.pid)
-        assert len(pids) > 4, "guards, daemon, engine and its processes"
+        assert len(pids) > 6, "guards, daemon, router, engine and its processes"
         shared = shared_memory(pids)
         assert shared, "the engine has some"
         process.send_signal(signal.SIGINT)
@@ -85,7 +93,12 @@ def test_ctrl_c_stops_a_system_that_serves(model: str, folder: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not any(path.exists() for path in shared)
     assert list((folder / "temp").iterdir()) == []
-    assert sorted(path.name for path in folder.glob("*.log")) == ["pool.log", "replica-a.log"]
+    logs = ["pool.log", "replica-a.log", "router.jsonl", "router.log"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == logs
+    lines = [json.loads(line) for line in (folder / "router.jsonl").read_text().splitlines()]
+    (attribution,) = (each["attribution"] for each in lines if each["path"] == "/v1/completions")
+    assert attribution["source"] == "pool", "reported by the replica"
+    assert attribution["computed_tokens"] == 40
 
 
 @pytest.mark.parametrize(

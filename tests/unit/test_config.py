@@ -22,6 +22,8 @@ from millpond.model.limits import GIB, MIB
 from millpond.model.names import Admission, Eviction
 from millpond.model.retention import Retention
 
+UP = {"up.model": "m", "pool.size": "16MiB"}
+
 
 def settings(
     environ: Mapping[str, str] | None = None,
@@ -145,6 +147,7 @@ def test_a_bad_value_is_named_with_its_key_and_source(
         ("up.replicas", "two"),
         ("up.device", "tpu"),
         ("up.port", "70000"),
+        ("up.router", "perhaps"),
         ("up.start_timeout_s", "soon"),
         ("up.start_timeout_s", "nan"),
         ("up.stop_grace_s", "-1"),
@@ -156,14 +159,51 @@ def test_a_bad_value_is_named_with_its_key_and_source(
     ],
 )
 def test_values_out_of_range_are_refused(key: str, value: object) -> None:
-    flags = {"up.model": "m", "pool.size": "16MiB"} | {key: value}
     with pytest.raises(ConfigError, match=key):
-        settings({}, flags).up()
+        settings({}, UP | {key: value}).up()
 
 
 def test_up_has_defaults_for_all_but_model_and_pool() -> None:
-    config = settings({}, {"up.model": "m", "pool.size": "16MiB"}).up()
-    assert (config.num_replicas, config.device, config.port) == (2, "auto", None)
+    config = settings({}, UP).up()
+    assert (config.num_replicas, config.device, config.replica_port) == (2, "auto", None)
+    assert config.router is not None
+    assert (config.router.policy, config.router.port, config.router.replicas) == ("cost", 8000, {})
+
+
+def test_the_router_gets_the_first_port_of_up_and_replicas_those_behind_it() -> None:
+    def ports(**changes: object) -> tuple[int | None, int | None]:
+        found = settings({}, {**UP, **{key.replace("_", "."): v for key, v in changes.items()}})
+        config = found.up()
+        return None if config.router is None else config.router.port, config.replica_port
+
+    assert ports(up_port="9000") == (9000, 9001)
+    assert ports(router_port="0") == (0, None)
+    assert ports(up_port="9000", router_port="7000") == (9000, 9001), "up's own word"
+    assert ports(up_port="9000", up_router="no") == (None, 9000)
+
+
+def test_up_takes_the_settings_of_the_router_that_make_sense_there(tmp_path: Path) -> None:
+    path = config_file(
+        tmp_path,
+        "[router]\npolicy = 'pinned'\naccess_log = '/log'\napi_key_file = '/k'\nhost = '::'\n",
+    )
+    router = settings({}, {**UP, "up.stop_grace_s": "3"}, path).up().router
+    assert router is not None
+    assert (router.policy, router.host) == ("pinned", "::")
+    assert (router.access_log, router.api_key_file) == (Path("/log"), Path("/k"))
+    assert router.stop_grace_s == 3, "that of the system, unless it has one of its own"
+    router = settings({}, {**UP, "up.stop_grace_s": "3", "router.stop_grace_s": "9"}).up().router
+    assert router is not None
+    assert router.stop_grace_s == 9
+
+
+@pytest.mark.parametrize("key", ["router.replicas", "router.pool_socket"])
+def test_up_refuses_what_contradicts_the_system_that_it_starts(key: str) -> None:
+    written = {"MILLPOND_" + key.replace(".", "_").upper(): "a=http://x:1"}
+    with pytest.raises(ConfigError, match=rf"{key} \(MILLPOND_ROUTER_.*--no-router"):
+        settings(written, UP).up()
+    assert settings(written, {**UP, "up.router": False}).up().router is None
+    assert settings({**written, "MILLPOND_UP_ROUTER": "off"}, UP).up().router is None
 
 
 def test_a_router_is_read_from_all_sources(tmp_path: Path) -> None:

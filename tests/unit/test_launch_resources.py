@@ -48,6 +48,12 @@ def test_a_taken_port_is_refused_by_number() -> None:
             pick_ports(1, port)
 
 
+def test_a_port_that_is_about_to_be_taken_is_taken() -> None:
+    (port,) = pick_ports(1, None)
+    with pytest.raises(SetupError, match=f"port {port}"):
+        pick_ports(1, port, without={port})
+
+
 def test_free_ports_differ_and_can_be_bound() -> None:
     ports = pick_ports(20, None)
     assert len(set(ports)) == 20

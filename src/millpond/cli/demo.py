@@ -75,7 +75,7 @@ def demo(
     both, and compares times and outputs. Ends with 1 if an output differs or the moved
     request was not served by the pool.
     """
-    own = {"up.device": flags["device"], "up.model": "made on the spot"}
+    own = {"up.device": flags["device"], "up.model": "made on the spot", "up.router": False}
     settings = context.settings({**own, "pool.size": flags["size"]})
     if not settings.is_set("pool.size"):
         settings = context.settings({**own, "pool.size": _DEFAULT_POOL})

@@ -1,4 +1,4 @@
-"""``millpond up``: a pool and its replicas in the foreground."""
+"""``millpond up``: a pool, its replicas and their router in the foreground."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,14 @@ from rich.table import Table
 
 from millpond.cli.context import Context, examples, pass_context, socket_option
 from millpond.cli.output import ProgressLine, stderr, stdout
-from millpond.config import CONFIG_VARIABLE, UpConfig, format_size
+from millpond.config import (
+    CONFIG_VARIABLE,
+    ROUTER_POLICIES,
+    RouterConfig,
+    UpConfig,
+    format_size,
+)
+from millpond.launch.front import FrontOptions
 from millpond.launch.resources import pick_device
 from millpond.launch.system import ProcessState, System, SystemOptions
 from millpond.model.errors import ExpectedError
@@ -31,7 +38,17 @@ _WATCH_S: Final = 1.0
 @click.option("--pool", "size", metavar="SIZE", help="Memory shared by all, such as 200GiB.")
 @click.option("--extent", metavar="SIZE", help="Unit in which memory is given to a slot size.")
 @click.option("--device", metavar="DEVICE", help="auto, cpu or cuda.  [default: auto]")
-@click.option("--port", metavar="PORT", help="First port.  [default: any that are free]")
+@click.option(
+    "--policy",
+    metavar="POLICY",
+    help=f"How the router chooses a replica: {', '.join(ROUTER_POLICIES)}.  [default: cost]",
+)
+@click.option("--no-router", is_flag=True, help="Start none: for a balancer of your own.")
+@click.option(
+    "--port",
+    metavar="PORT",
+    help="The router's; replicas get those behind it.  [default: 8000, and any that are free]",
+)
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Keep logs here.")
 @click.option("--start-timeout", metavar="S", help="Time to become ready.  [default: 600]")
 @click.option("--stop-grace", metavar="S", help="Time to stop before a kill.  [default: 10]")
@@ -39,21 +56,26 @@ _WATCH_S: Final = 1.0
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 @pass_context
 def up(context: Context, engine_args: tuple[str, ...], **flags: object) -> None:
-    """Start a pool and replicas, and stop them all on Ctrl-C or when one ends.
+    """Start a pool, replicas and a router, and stop them all on Ctrl-C or when one ends.
 
-    Each replica gets its share of the GPUs (CUDA_VISIBLE_DEVICES), or of the cores where vLLM
-    for CPUs is installed. ENGINE_ARGS after -- go to every vLLM.
+    The router is the one address for clients. Its other settings are those of `millpond router`
+    in millpond.toml and the environment. Each replica gets its share of the GPUs
+    (CUDA_VISIBLE_DEVICES), or of the cores where vLLM for CPUs is installed. ENGINE_ARGS after
+    -- go to every vLLM.
     """
     names = {"replicas": "up.replicas", "size": "pool.size", "extent": "pool.extent"}
     names |= {"model": "up.model", "device": "up.device", "port": "up.port", "socket": "socket"}
     names |= {"run_dir": "up.run_dir", "start_timeout": "up.start_timeout_s"}
-    names |= {"stop_grace": "up.stop_grace_s"}
-    settings = context.settings({names[flag]: value for flag, value in flags.items()})
+    names |= {"stop_grace": "up.stop_grace_s", "policy": "router.policy"}
+    has_router = False if flags.pop("no_router") else None  # else as it is set
+    given = {names[flag]: value for flag, value in flags.items()}
+    settings = context.settings({**given, "up.router": has_router})
     config = settings.up()
     options = _system_options(context, config, engine_args)
     stderr.print(
         f"{config.num_replicas} replicas of {config.model} on {options.device}, "
         f"pool of {format_size(config.pool.size_bytes)} at {config.pool.socket}, "
+        f"{_router_line(config)}, "
         f"{config.start_timeout_s:g} s to start, {config.stop_grace_s:g} s to stop",
         markup=False,
     )
@@ -64,6 +86,8 @@ def up(context: Context, engine_args: tuple[str, ...], **flags: object) -> None:
         with system:
             progress.__exit__()
             stdout.print(_table(system))
+            if config.router is not None:
+                stderr.print(f"requests are logged in {system.front.access_log}", markup=False)
             stderr.print("Ctrl-C stops everything.")
             while (dead := system.wait_for_death(_WATCH_S)) is None:
                 continue
@@ -93,17 +117,41 @@ def _system_options(
         device=cast("Literal['cpu', 'cuda']", pick_device(config.device, environ)),
         environ=environ,
         pool=config.pool,
+        front=None if config.router is None else _front_options(config.router),
         engine_args=engine_args,
-        port=config.port,
+        port=config.replica_port,
         run_dir=config.run_dir,
         start_timeout_s=config.start_timeout_s,
         stop_grace_s=config.stop_grace_s,
     )
 
 
+def _front_options(config: RouterConfig) -> FrontOptions:
+    return FrontOptions(
+        policy=config.policy,
+        admin_socket=config.admin_socket,
+        host=config.host,
+        port=config.port or None,
+        access_log=config.access_log,
+        stop_grace_s=config.stop_grace_s,
+    )
+
+
+def _router_line(config: UpConfig) -> str:
+    router = config.router
+    if router is None:
+        return "no router"
+    where = f"{router.host}:{router.port}" if router.port else f"a free port of {router.host}"
+    return f"router by {router.policy} at {where}"
+
+
 def _table(system: System) -> Table:
     now = time.monotonic()
     table = Table("process", "address", "log")
+    if system.options.front is not None:
+        front = system.front
+        table.add_row("router", front.api_url, str(front.process.spec.log_file))
+        table.add_row("live page", front.page_url, "")
     pool = system.pool_process
     table.add_row("pool", str(system.socket), str(pool.spec.log_file))
     for replica in system.replicas:

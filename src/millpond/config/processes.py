@@ -18,20 +18,6 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class UpConfig:
-    """What ``millpond up`` needs. ``port`` None picks free ports, else they count up from it."""
-
-    model: str
-    num_replicas: int
-    device: str
-    port: int | None
-    run_dir: Path | None
-    start_timeout_s: float
-    stop_grace_s: float
-    pool: PoolConfig
-
-
-@dataclass(frozen=True, slots=True)
 class ConnectorConfig:
     """What an engine's connector needs.
 
@@ -74,3 +60,22 @@ class RouterConfig:
     next_byte_timeout_s: float
     body_bytes_max: int
     stop_grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """What ``millpond up`` needs.
+
+    ``replica_port`` None picks free ports for the replicas, else they count up from it.
+    ``router`` has no replicas yet; None starts none.
+    """
+
+    model: str
+    num_replicas: int
+    device: str
+    replica_port: int | None
+    run_dir: Path | None
+    start_timeout_s: float
+    stop_grace_s: float
+    pool: PoolConfig
+    router: RouterConfig | None

@@ -14,6 +14,7 @@ does not exist and a value that cannot be parsed are ``ConfigError``.
 import os
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar, cast
 
@@ -77,6 +78,7 @@ _UP_MODEL: Final = _Option("up.model", values.text)
 _UP_REPLICAS: Final = _Option("up.replicas", values.integer(1, REPLICAS_MAX), 2)
 _UP_DEVICE: Final = _Option("up.device", values.choice("auto", "cpu", "cuda"), "auto")
 _UP_PORT: Final = _Option("up.port", values.integer(1, 65_535))
+_UP_ROUTER: Final = _Option("up.router", values.boolean, default=True)
 _UP_RUN_DIR: Final = _Option("up.run_dir", values.path)
 _UP_START_TIMEOUT: Final = _Option("up.start_timeout_s", values.seconds(1, 86_400), 600.0)
 _UP_STOP_GRACE: Final = _Option("up.stop_grace_s", values.seconds(0, 600), 10.0)
@@ -122,6 +124,7 @@ _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
         _UP_REPLICAS,
         _UP_DEVICE,
         _UP_PORT,
+        _UP_ROUTER,
         _UP_RUN_DIR,
         _UP_START_TIMEOUT,
         _UP_STOP_GRACE,
@@ -173,15 +176,36 @@ class Settings:
 
     def up(self) -> UpConfig:
         """Return the configuration of a whole system; raises ``ConfigError``."""
+        router = self._router_of_up() if self._required(_UP_ROUTER, "--no-router") else None
+        port = self._get(_UP_PORT)
         return UpConfig(
             model=self._required(_UP_MODEL, "--model"),
             num_replicas=self._required(_UP_REPLICAS, "--replicas"),
             device=self._required(_UP_DEVICE, "--device"),
-            port=self._get(_UP_PORT),
+            replica_port=port if port is None or router is None else port + 1,
             run_dir=self._get(_UP_RUN_DIR),
             start_timeout_s=self._required(_UP_START_TIMEOUT, "--start-timeout"),
             stop_grace_s=self._required(_UP_STOP_GRACE, "--stop-grace"),
             pool=self._pool("--pool"),
+            router=router,
+        )
+
+    def _router_of_up(self) -> RouterConfig:
+        """Return a router's configuration without replicas; the first port of ``up`` is its."""
+        for option in (_ROUTER_REPLICAS, _ROUTER_POOL_SOCKET):
+            if option.key in self._chosen:
+                raise ConfigError(
+                    f"{option.key} ({self._chosen[option.key].source}) is not for `millpond up`, "
+                    "whose router serves the replicas and the pool that it starts: take it away, "
+                    "or give --no-router"
+                )
+        router = self._router({})
+        port = self._get(_UP_PORT)
+        stop_grace = _ROUTER_STOP_GRACE if self.is_set(_ROUTER_STOP_GRACE.key) else _UP_STOP_GRACE
+        return replace(
+            router,
+            port=router.port if port is None else port,
+            stop_grace_s=self._required(stop_grace, "--stop-grace"),
         )
 
     def _pool(self, size_flag: str) -> PoolConfig:
@@ -210,9 +234,12 @@ class Settings:
 
     def router(self) -> RouterConfig:
         """Return a router's configuration; raises ``ConfigError``, also without replicas."""
+        return self._router(self._required(_ROUTER_REPLICAS, "--replica"))
+
+    def _router(self, replicas: Mapping[str, str]) -> RouterConfig:
         pool_socket = self._get(_ROUTER_POOL_SOCKET)
         return RouterConfig(
-            replicas=self._required(_ROUTER_REPLICAS, "--replica"),
+            replicas=replicas,
             policy=self._required(_ROUTER_POLICY, "--policy"),
             host=self._required(_ROUTER_HOST, "--host"),
             port=self._required(_ROUTER_PORT, "--port"),

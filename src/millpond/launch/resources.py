@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -73,18 +73,21 @@ def share_equally(things: Sequence[T], num_shares: int) -> list[tuple[T, ...]]:
     return [tuple(things[i * length : (i + 1) * length]) for i in range(num_shares)]
 
 
-def pick_ports(num_ports: int, first: int | None) -> list[int]:
-    """Return free ports: from ``first`` on, or any. Raises ``SetupError`` for one that is taken."""
+def pick_ports(num_ports: int, first: int | None, *, without: Collection[int] = ()) -> list[int]:
+    """Return free ports: from ``first`` on, or any. Raises ``SetupError`` for one that is taken.
+
+    ``without`` are about to be taken.
+    """
     if first is not None:
         ports = list(range(first, first + num_ports))
         for port in ports:
-            if not _is_free(port):
-                raise SetupError(f"port {port} is taken: choose another --port, or leave it out")
+            if port in without or not _is_free(port):
+                raise SetupError(f"port {port} is taken: choose another --port")
         return ports
     found: list[int] = []
     for _ in range(_PORT_ATTEMPTS_MAX):
         port = random.choice(_PORTS)
-        if port not in found and _is_free(port):
+        if port not in found and port not in without and _is_free(port):
             found.append(port)
         if len(found) == num_ports:
             return found

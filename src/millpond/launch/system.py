@@ -1,12 +1,14 @@
-"""A pool and its replicas as one system: started together, stopped together.
+"""A pool, its replicas and their router as one system: started together, stopped together.
 
     with System(options) as system:
         print(system.replica("a").url)
 
 All processes are started at once: an engine loads its model while the pool touches its
-memory, and finds the pool when both are there. Whatever fails, everything is stopped.
+memory, and finds the pool when both are there; the router looks at the replicas until they
+answer. Whatever fails, everything is stopped.
 """
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from string import ascii_lowercase
 from typing import Final, Literal, Self
 
 from millpond.config import PoolConfig
+from millpond.launch.front import Front, FrontOptions, FrontSpec, start_front
 from millpond.launch.process import GuardedProcess, ProcessSpec
 from millpond.launch.replica import Replica, ReplicaSpec, engine_argv, engine_environ
 from millpond.launch.resources import pick_ports, share_cores, share_gpus, visible_gpus
@@ -33,11 +36,12 @@ _TAIL_LINES: Final = 25
 class SystemOptions:
     """What to start: a pool and ``num_replicas`` engines, or one of the two alone.
 
-    ``pool`` None starts engines without one. ``engine_args`` go to every replica, before what
-    ``replica_args`` holds under its name. ``environ`` is the environment of all processes.
-    ``python`` runs the replicas: another than this process's has another vLLM, and Millpond
-    installed beside it. ``port`` None picks free ports. ``run_dir`` gets one log a process and
-    is left there; None uses a temporary folder, which is removed unless something failed.
+    ``pool`` None starts engines without one. ``front`` puts a router before pool and engines.
+    ``engine_args`` go to every replica, before what ``replica_args`` holds under its name.
+    ``environ`` is the environment of all processes. ``python`` runs the replicas: another than
+    this process's has another vLLM, and Millpond installed beside it. ``port`` is the first
+    replica's; None picks free ones. ``run_dir`` gets one log a process and is left there; None
+    uses a temporary folder, which is removed unless something failed.
     """
 
     model: str
@@ -45,6 +49,7 @@ class SystemOptions:
     device: Literal["cpu", "cuda"]
     environ: Mapping[str, str]
     pool: PoolConfig | None
+    front: FrontOptions | None = None
     engine_args: Sequence[str] = ()
     replica_args: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     connector: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -76,13 +81,18 @@ class System:
     """
 
     def __init__(self, options: SystemOptions, *, on_progress: Progress | None = None) -> None:
+        if options.front is not None and (options.pool is None or options.num_replicas == 0):
+            raise ValueError("a router stands before a pool and replicas")
         self.options = options
         self._on_progress = on_progress
-        self._specs = _replica_specs(options)
+        front = options.front
+        self._front_port = None if front is None else pick_ports(1, front.port)[0]
+        self._specs = _replica_specs(options, front_port=self._front_port)
         self._owns_run_dir = options.run_dir is None
         self.run_dir = options.run_dir or Path(tempfile.mkdtemp(prefix="millpond-logs-"))
         self._pool: GuardedProcess | None = None
         self._replicas: dict[str, Replica] = {}
+        self._front: Front | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -111,6 +121,13 @@ class System:
         return self.options.pool.socket
 
     @property
+    def front(self) -> Front:
+        """The router; ``ValueError`` for a system without one."""
+        if self._front is None:
+            raise ValueError("this system has no running router")
+        return self._front
+
+    @property
     def pool_process(self) -> GuardedProcess:
         """The daemon's process; ``ValueError`` for a system without a pool."""
         if self._pool is None:
@@ -131,7 +148,8 @@ class System:
                 self._pool = self._start_pool(self.options.pool)
             for spec in self._specs:
                 self._replicas[spec.name] = self._start_replica(spec)
-            self._wait_ready([*([] if self._pool is None else ["pool"]), *self._replicas])
+            self._front = self._start_front()
+            self._wait_ready(list(self._processes()))
         except BaseException as error:
             try:
                 self.stop()
@@ -140,13 +158,16 @@ class System:
             raise
 
     def stop(self) -> None:
-        """End all processes, engines first; waits for at most the grace and a margin."""
-        engines = [replica.process for replica in self._replicas.values()]
-        try:
-            _stop(engines)
-        finally:
-            if self._pool is not None:
-                _stop([self._pool])
+        """End all processes: the router, engines, the pool.
+
+        Waits for at most a grace and a margin each. Whatever is raised meanwhile, as by a second
+        Ctrl-C, the rest is stopped.
+        """
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(_stop, [] if self._pool is None else [self._pool])
+            last_first.callback(_stop, [replica.process for replica in self._replicas.values()])
+            # It lets streams come to their end, for which it needs the engines.
+            last_first.callback(_stop, [] if self._front is None else [self._front.process])
 
     def wait_for_death(self, timeout_s: float) -> str | None:
         """Return the name of a process that has ended, or None when none did in the time."""
@@ -174,7 +195,10 @@ class System:
         self._replicas[name].process.kill()
 
     def restart_replica(self, name: str) -> Replica:
-        """Start an ended replica anew on its port and wait until it serves."""
+        """Start an ended replica anew on its port and wait until it serves.
+
+        A router takes notice by itself, with its next look at the replica.
+        """
         spec = next(spec for spec in self._specs if spec.name == name)
         self._replicas[name] = self._start_replica(spec)
         self._wait_ready([name])
@@ -229,9 +253,24 @@ class System:
         )
         return Replica(spec.name, f"http://127.0.0.1:{spec.port}", spec.model, process)
 
+    def _start_front(self) -> Front | None:
+        if self.options.front is None or self._front_port is None:
+            return None
+        return start_front(
+            FrontSpec(
+                options=self.options.front,
+                port=self._front_port,
+                replicas={replica.name: replica.url for replica in self.replicas},
+                pool_socket=self.socket,
+                run_dir=self.run_dir,
+                environ=self.options.environ,
+            )
+        )
+
     def _processes(self) -> dict[str, GuardedProcess]:
         pool = {} if self._pool is None else {"pool": self._pool}
-        return pool | {name: replica.process for name, replica in self._replicas.items()}
+        router = {} if self._front is None else {"router": self._front.process}
+        return pool | {name: each.process for name, each in self._replicas.items()} | router
 
     def _wait_ready(self, names: Sequence[str]) -> None:
         processes = self._processes()
@@ -264,6 +303,8 @@ class System:
             time.sleep(_POLL_S)
 
     def _is_ready(self, name: str) -> bool:
+        if name == "router":
+            return self.front.is_ready()
         if name != "pool":
             return self._replicas[name].is_healthy()
         try:
@@ -281,12 +322,13 @@ def _stop(processes: Sequence[GuardedProcess]) -> None:
         process.wait_stopped()
 
 
-def _replica_specs(options: SystemOptions) -> list[ReplicaSpec]:
+def _replica_specs(options: SystemOptions, *, front_port: int | None) -> list[ReplicaSpec]:
     num_replicas = options.num_replicas
     if num_replicas == 0:
         return []
     names = [_replica_name(i) for i in range(num_replicas)]
-    ports = pick_ports(num_replicas, options.port)
+    without = () if front_port is None else (front_port,)
+    ports = pick_ports(num_replicas, options.port, without=without)
     if options.device == "cuda":
         gpus: Sequence[tuple[str, ...] | None] = share_gpus(
             visible_gpus(options.environ), num_replicas
