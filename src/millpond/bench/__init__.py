@@ -1,0 +1,1 @@
+"""The benchmark: workloads, periods with and without a cache, statistics, records."""

@@ -1,0 +1,277 @@
+"""Everything that is worked out from a run's samples, as plain values."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from millpond.bench.effects import Effect, Observed, effects_of, values_by_key
+from millpond.bench.observations import Cell, Observation, observe_all
+from millpond.bench.records import Period, Sample
+from millpond.bench.statistics import (
+    OUTLIER_SCORE,
+    QUANTILES,
+    Estimate,
+    Trend,
+    estimate_median,
+    estimate_quantile,
+    outlier_scores,
+    trend,
+)
+
+_TTFT: Final = "ttft_ms"
+_MS_PER_MINUTE: Final = 60_000
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Quantiles of one group, role and metric under one cache."""
+
+    group: str
+    part: str
+    metric: str
+    cache: str
+    num_values: int
+    quantiles: dict[str, Estimate]
+
+
+class Drift(msgspec.Struct, frozen=True, kw_only=True):
+    """How TTFT changed within one period, all groups together, each beside its own median."""
+
+    period: int
+    cache: str
+    trend: Trend
+
+
+class Shift(msgspec.Struct, frozen=True, kw_only=True):
+    """TTFT of a later period over that of an earlier one of the same round and cache."""
+
+    earlier: int
+    later: int
+    cache: str
+    ratio: Estimate
+
+
+class Outlier(msgspec.Struct, frozen=True, kw_only=True):
+    """A value far from its group's median in its period. It is part of every figure."""
+
+    key: str
+    metric: str
+    period: int
+    cache: str
+    value_ms: float
+    median_ms: float
+    score: float
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the prompts of one group and role came from under one cache.
+
+    ``own`` and ``other`` were loaded from the pool: what the reader itself had written, and
+    what another replica had. ``unknown`` are those of requests without a report.
+    """
+
+    group: str
+    part: str
+    cache: str
+    computed: int = 0
+    local: int = 0
+    own: int = 0
+    other: int = 0
+    unknown: int = 0
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """What replicas read from the pool in one period; the mean speed is over all its time."""
+
+    period: int
+    cache: str
+    bytes_read: int
+    gb_per_s: float
+
+
+class Analysis(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module.
+
+    ``num_errors`` counts failed requests by cache. ``late_ms_max`` is how late the harness
+    itself has sent a request at most.
+    """
+
+    effects: list[Effect]
+    summaries: list[Summary]
+    drifts: list[Drift]
+    shifts: list[Shift]
+    outliers: list[Outlier]
+    tokens: list[Tokens]
+    transfers: list[Transfer]
+    num_requests: int
+    num_errors: dict[str, int]
+    num_incomplete_periods: int
+    late_ms_max: float
+
+
+def analyse(periods: Sequence[Period], *, seed: int = 1) -> Analysis:
+    """Return the analysis; ``seed`` decides what the bootstrap draws."""
+    observed = observe_all(periods)
+    samples = [sample for period in periods for sample in period.samples]
+    errors = Counter(
+        period.plan.cache for period in periods for each in period.samples if each.error is not None
+    )
+    return Analysis(
+        effects=effects_of(periods, seed=seed),
+        summaries=_summaries(periods, observed, seed),
+        drifts=_drifts(periods, observed),
+        shifts=_shifts(periods, observed, seed),
+        outliers=_outliers(periods, observed),
+        tokens=_tokens(periods),
+        transfers=_transfers(periods),
+        num_requests=len(samples),
+        num_errors=dict(errors),
+        num_incomplete_periods=sum(not period.is_complete for period in periods),
+        late_ms_max=max((sample.late_ms or 0.0 for sample in samples), default=0.0),
+    )
+
+
+def _cells(observed: Observed) -> Iterable[Cell]:
+    return dict.fromkeys(cell for by_cell in observed.values() for cell in by_cell)
+
+
+def _summaries(periods: Sequence[Period], observed: Observed, seed: int) -> list[Summary]:
+    found: list[Summary] = []
+    for cell in _cells(observed):
+        for cache in dict.fromkeys(period.plan.cache for period in periods):
+            values = [
+                np.array([each.value for each in observed[period.plan.number].get(cell, ())])
+                for period in periods
+                if period.plan.cache == cache
+            ]
+            if not any(map(len, values)):
+                continue
+            found.append(
+                Summary(
+                    group=cell.group,
+                    part=cell.part,
+                    metric=cell.metric,
+                    cache=cache,
+                    num_values=sum(map(len, values)),
+                    quantiles={
+                        name: estimate_quantile(values, quantile, seed=seed)
+                        for name, quantile in QUANTILES.items()
+                    },
+                )
+            )
+    return found
+
+
+def _drifts(periods: Sequence[Period], observed: Observed) -> list[Drift]:
+    found: list[Drift] = []
+    for period in periods:
+        minutes: list[float] = []
+        shares: list[float] = []
+        for cell, values in observed[period.plan.number].items():
+            if cell.metric == _TTFT:
+                middle = float(np.median([each.value for each in values]))
+                minutes += [each.at_ms / _MS_PER_MINUTE for each in values]
+                shares += [each.value / middle for each in values]
+        line = trend(np.array(minutes), np.array(shares))
+        if line is not None:
+            found.append(Drift(period=period.plan.number, cache=period.plan.cache, trend=line))
+    return found
+
+
+def _shifts(periods: Sequence[Period], observed: Observed, seed: int) -> list[Shift]:
+    """Compare 0 with 3 and 1 with 2 of each round: equal caches, at different times."""
+    numbers = {(period.plan.round, period.plan.position): period for period in periods}
+    found: list[Shift] = []
+    for (number, position), early in numbers.items():
+        late = numbers.get((number, 3 - position))
+        if position > 1 or late is None:
+            continue
+        earlier, later = (_ttfts(observed, each) for each in (early, late))
+        ratios = np.array([later[key] / earlier[key] for key in earlier if key in later])
+        if len(ratios):
+            found.append(
+                Shift(
+                    earlier=early.plan.number,
+                    later=late.plan.number,
+                    cache=early.plan.cache,
+                    ratio=estimate_median([ratios], seed=seed),
+                )
+            )
+    return found
+
+
+def _ttfts(observed: Observed, period: Period) -> dict[str, float]:
+    number = period.plan.number
+    by_key: dict[str, float] = {}
+    for cell in observed[number]:
+        if cell.metric == _TTFT:
+            by_key |= values_by_key(observed, number, cell)
+    return by_key
+
+
+def _outliers(periods: Sequence[Period], observed: Observed) -> list[Outlier]:
+    return [
+        outlier
+        for period in periods
+        for cell, values in observed[period.plan.number].items()
+        if cell.metric == _TTFT
+        for outlier in _outliers_of(period, cell, values)
+    ]
+
+
+def _outliers_of(period: Period, cell: Cell, values: Sequence[Observation]) -> Iterable[Outlier]:
+    numbers = np.array([each.value for each in values])
+    for each, score in zip(values, outlier_scores(numbers).tolist(), strict=True):
+        if abs(score) > OUTLIER_SCORE:
+            yield Outlier(
+                key=each.key,
+                metric=cell.metric,
+                period=period.plan.number,
+                cache=period.plan.cache,
+                value_ms=each.value,
+                median_ms=float(np.median(numbers)),
+                score=score,
+            )
+
+
+def _tokens(periods: Sequence[Period]) -> list[Tokens]:
+    totals: dict[tuple[str, str, str], Counter[str]] = {}
+    for period in periods:
+        for sample in period.samples:
+            place = (sample.group, sample.role, period.plan.cache)
+            totals.setdefault(place, Counter()).update(_sources(sample))
+    return [
+        Tokens(group=group, part=part, cache=cache, **counts)
+        for (group, part, cache), counts in totals.items()
+    ]
+
+
+def _sources(sample: Sample) -> Mapping[str, int]:
+    sources = sample.sources
+    if sources is None:
+        return {"unknown": sample.input_tokens}
+    own = sources.writers.get(sample.replica, 0)
+    return {
+        "computed": sources.computed_tokens,
+        "local": sources.local_tokens,
+        "own": own,
+        "other": sources.loaded_tokens - own,
+    }
+
+
+def _transfers(periods: Sequence[Period]) -> list[Transfer]:
+    found: list[Transfer] = []
+    for period in periods:
+        bytes_read = sum(traffic.bytes_read for traffic in period.traffic.values())
+        if period.traffic:
+            found.append(
+                Transfer(
+                    period=period.plan.number,
+                    cache=period.plan.cache,
+                    bytes_read=bytes_read,
+                    gb_per_s=bytes_read / period.duration_s / 1e9,
+                )
+            )
+    return found
