@@ -184,6 +184,28 @@ def test_one_name_for_several_requests_is_ambiguous(
     run(scenario)
 
 
+def test_of_two_requests_at_once_under_a_new_name_neither_is_sure(
+    daemon: Daemon, socket_path: str, connectors: ExitStack
+) -> None:
+    async def scenario() -> None:
+        replica = ScriptedReplica("a")
+        report = reporting(connectors, socket_path, "a", lambda: (10, 0, {}))
+
+        async def once_both_are_here(call: Call) -> None:
+            await until(lambda: len(replica.calls) == 2, "both requests run")
+            # Only one of the two reports has come when the router first asks.
+            await (report if call is replica.calls[0] else stream(EVENT, DONE))(call)
+
+        replica.script = once_both_are_here
+        async with front(replica, pool_socket=socket_path) as router:
+            await joined(router)
+            await asyncio.gather(*(ask(router, **{"X-Request-Id": "mine"}) for _ in range(2)))
+            sources = [line["attribution"]["source"] for line in await router.logged(2)]
+            assert sources == ["pool-ambiguous"] * 2
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("num_reports", "is_learnt"), [(1, True), (2, False)])
 def test_only_a_request_of_one_prompt_teaches_anything(
     daemon: Daemon, socket_path: str, connectors: ExitStack, num_reports: int, is_learnt: bool

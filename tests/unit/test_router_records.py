@@ -16,7 +16,7 @@ from millpond.router.errors import Ended, no_replica, replica_gone
 from millpond.router.headers import facts
 from millpond.router.metrics import Metrics, main_source
 from millpond.router.placement.estimates import Estimates
-from millpond.router.records import AccessLog, Record
+from millpond.router.records import AccessLog, GivenName, Record
 from millpond.router.replicas import Replicas, State
 from millpond.service.client import AdminClient
 from millpond.service.protocol import Report
@@ -65,17 +65,26 @@ def test_several_prompts_of_one_request_are_summed() -> None:
 
 
 def test_a_name_of_the_clients_is_sure_only_while_it_is_unique() -> None:
-    mine = record(is_own_id=False)
+    mine = record(is_own_id=False, given_name=GivenName(1))
     assert attribute(mine, [report(1, 0)]).source == "pool"
     assert attribute(mine, [report(1, 0), report(1, 0)]).source == "pool-ambiguous"
-    again = record(is_own_id=False, is_new_name=False)
+    again = record(is_own_id=False, given_name=GivenName(2))
     assert attribute(again, [report(1, 0)]).source == "pool-ambiguous", "the report of the first"
+
+
+def test_of_two_at_once_under_a_new_name_neither_is_sure() -> None:
+    seen = SeenNames()
+    first, second = (record(is_own_id=False, given_name=seen.note("n")) for _ in range(2))
+    for each in (first, second):
+        assert attribute(each, [report(1, 0)]).source == "pool-ambiguous", "whose report it is"
+    alone = record(is_own_id=False, given_name=seen.note("m"))
+    assert attribute(alone, [report(1, 0)]).source == "pool"
 
 
 def test_names_of_clients_are_remembered_within_bounds() -> None:
     seen = SeenNames(2)
-    assert [seen.note(name) for name in "aababc"] == [True, False, True, False, False, True]
-    assert seen.note("a"), "the oldest one has gone"
+    assert [seen.note(name).num_requests for name in "aababc"] == [1, 2, 1, 3, 2, 1]
+    assert seen.note("a").num_requests == 1, "the oldest one has gone"
 
 
 class BrokenPool:
@@ -144,7 +153,7 @@ def test_only_one_report_is_of_one_prompt() -> None:
 
 def test_tokens_that_may_be_of_other_requests_are_not_counted() -> None:
     metrics = Metrics(Replicas(), Estimates())
-    again = record(is_own_id=False, is_new_name=False)
+    again = record(is_own_id=False, given_name=GivenName(2))
     again.attribution = attribute(again, [report(5, 5, a=5)])
     metrics.add(again)
     text = metrics.text().decode()

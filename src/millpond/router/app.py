@@ -279,17 +279,15 @@ class Router:
         named = [value for name, value in scope["headers"] if name == REQUEST_ID]
         # Of several names none is better than the others, and a report has one.
         given = named[0].decode("latin-1") if len(named) == 1 else ""
+        is_reported = scope["path"] in GENERATING
         return Record(
             request_id=given or secrets.token_hex(16),
             method=scope["method"],
             path=scope["path"],
             policy=self._options.policy.value,
             is_own_id=not given,
-            is_new_name=not given or self._is_new_name(given, scope["path"]),
+            given_name=self._seen_names.note(given) if given and is_reported else None,
         )
-
-    def _is_new_name(self, name: str, path: str) -> bool:
-        return path not in GENERATING or self._seen_names.note(name)
 
     def _note_ended(self, record: Record) -> None:
         if record.ended_ns is None:

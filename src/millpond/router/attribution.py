@@ -13,7 +13,7 @@ from typing import Final
 
 from millpond.model.errors import ExpectedError, InvariantBroken
 from millpond.router.prompts import GENERATING
-from millpond.router.records import Attribution, Record
+from millpond.router.records import Attribution, GivenName, Record
 from millpond.service.client import AdminClient
 from millpond.service.protocol import Report
 
@@ -96,17 +96,17 @@ class SeenNames:
 
     def __init__(self, num_max: int = _NAMES_MAX) -> None:
         self._num_max = num_max
-        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._seen: OrderedDict[int, GivenName] = OrderedDict()
 
-    def note(self, name: str) -> bool:
-        """Return whether a name is new, and remember it."""
+    def note(self, name: str) -> GivenName:
+        """Count a request of this name; those of one name get the same, and see each other."""
         key = hash(name)  # names may be long
-        is_new = key not in self._seen
-        self._seen[key] = None
+        given = self._seen.setdefault(key, GivenName())
+        given.num_requests += 1
         self._seen.move_to_end(key)
         if len(self._seen) > self._num_max:
             self._seen.popitem(last=False)
-        return is_new
+        return given
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ def attribute(record: Record, reports: Reports) -> Attribution:
     for _, report in reports:
         for writer, tokens in report.writers.items():
             writers[writer] = writers.get(writer, 0) + tokens
-    is_sure = record.is_own_id or (record.is_new_name and len(reports) == 1)
+    is_sure = record.is_own_id or (record.has_unique_name and len(reports) == 1)
     return Attribution(
         source="pool" if is_sure else "pool-ambiguous",
         reader=reports[-1][0],

@@ -61,12 +61,19 @@ class Attribution:
 
 
 @dataclass(slots=True)
+class GivenName:
+    """A name that clients gave requests, and to how many so far."""
+
+    num_requests: int = 0
+
+
+@dataclass(slots=True)
 class Record:
     """One request, filled in while it lives. Times are of ``time.perf_counter_ns``.
 
     ``local_tokens`` and ``holder`` are what the router thought when it placed the request.
-    ``planned`` is the work it expected. ``is_new_name`` unless the client has used the name
-    before. No body and no query is ever part of it.
+    ``planned`` is the work it expected. ``given_name`` is the client's, shared with all requests
+    that have it; None where the router chose one. No body and no query is ever part of it.
     """
 
     request_id: str
@@ -74,7 +81,7 @@ class Record:
     path: str
     policy: str
     is_own_id: bool
-    is_new_name: bool = True
+    given_name: GivenName | None = None
     arrived_ns: int = field(default_factory=time.perf_counter_ns)
     arrived_at: float = field(default_factory=time.time)
     replica: str | None = None
@@ -93,6 +100,11 @@ class Record:
     response_bytes: int = 0
     ended: Ended = Ended.COMPLETE
     attribution: Attribution | None = None
+
+    @property
+    def has_unique_name(self) -> bool:
+        """Whether no other request has had its name so far, also none that still runs."""
+        return self.given_name is None or self.given_name.num_requests == 1
 
     @property
     def is_moved(self) -> bool:
