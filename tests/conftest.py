@@ -1,5 +1,7 @@
-"""What all tests share: markers by folder, and a loud count of what needs a GPU."""
+"""What all tests share: markers by folder, and a loud count of what needs a GPU or a browser."""
 
+import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,21 +21,34 @@ def num_gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def chromium() -> str | None:
+    """Return a browser that Playwright can drive: its own, else the system's; None without one."""
+    place = os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or "~/.cache/ms-playwright"
+    own = sorted(Path(place).expanduser().glob("chromium*/chrome*/*chrome*"), reverse=True)
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = [str(path) for path in own if path.is_file() and os.access(path, os.X_OK)]
+    found += filter(None, map(shutil.which, names))
+    return next(iter(found), None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     without_gpu = pytest.mark.skip(reason="needs a CUDA device and there is none")
+    without_browser = pytest.mark.skip(reason="needs Chromium and there is none")
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
         if item.get_closest_marker("gpu") is not None and num_gpus() == 0:
             item.add_marker(without_gpu)
+        if item.get_closest_marker("browser") is not None and chromium() is None:
+            item.add_marker(without_browser)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [
-        report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords
-    ]
-    if skipped:
-        terminalreporter.write_sep(
-            "=", f"GPU: {len(skipped)} tests NOT RUN, there is no CUDA device", yellow=True
-        )
+    skipped = terminalreporter.stats.get("skipped", [])
+    for marker, why in (("gpu", "there is no CUDA device"), ("browser", "there is no Chromium")):
+        num_skipped = sum(marker in report.keywords for report in skipped)
+        if num_skipped:
+            terminalreporter.write_sep(
+                "=", f"{marker.upper()}: {num_skipped} tests NOT RUN, {why}", yellow=True
+            )
