@@ -221,12 +221,12 @@ def test_only_a_request_of_one_prompt_teaches_anything(
 
         async with front(ScriptedReplica("a", script), pool_socket=socket_path) as router:
             await joined(router)
-            before = router.router._identity.bytes_per_token, router.router._estimates.constants
+            before = router.router._holdings.text.bytes_per_token, router.router._estimates.constants
             async with router.post(BODY) as reply:
                 await reply.content.read()
             (line,) = await router.logged(1)
             assert line["attribution"]["prompt_tokens"] == 5000 * num_reports
-            now = router.router._identity.bytes_per_token, router.router._estimates.constants
+            now = router.router._holdings.text.bytes_per_token, router.router._estimates.constants
             assert (now[0] != before[0], now[1] != before[1]) == (is_learnt, is_learnt)
 
     run(scenario)

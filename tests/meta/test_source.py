@@ -79,7 +79,7 @@ def test_broad_except_is_found(handler: str) -> None:
 
 # ---------------------------------------------------------------- dependencies
 
-IMPORTED_AS = {"import-linter": "importlinter", "pytest-timeout": "pytest_timeout"}
+IMPORTED_AS = {"import-linter": "importlinter", "pytest-timeout": "pytest_timeout", "pyzmq": "zmq"}
 ENGINE_ROOMS = {
     "torch": ("transfer", "connector", "gate"),
     "triton": ("transfer", "gate"),

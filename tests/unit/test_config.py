@@ -221,11 +221,13 @@ def test_a_router_is_read_from_all_sources(tmp_path: Path) -> None:
         "MILLPOND_ROUTER_NEXT_BYTE_TIMEOUT_S": "2.5",
         "MILLPOND_ROUTER_BODY_MAX": "1MiB",
         "MILLPOND_ROUTER_POOL_TOKENS": "6",
+        "MILLPOND_ROUTER_IDENTITY": "tokens",
     }
     found = settings(environ, {"router.policy": "cost"}, path).router()
     assert found == RouterConfig(
         replicas={"a": "http://x:1", "b": "http://y:2"},
         policy="cost",
+        identity="tokens",
         host="::",
         port=0,
         pool_socket=Path("/p/pool.sock"),

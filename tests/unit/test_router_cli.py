@@ -8,12 +8,12 @@ from millpond.cli import run
 from millpond.cli.context import Context
 from millpond.cli.exits import Exit
 from millpond.cli.router import router, router_settings, serve_options
-from millpond.config import ROUTER_POLICIES, parse_replica
+from millpond.config import ROUTER_IDENTITIES, ROUTER_POLICIES, parse_replica
 from millpond.model.errors import ConfigError
 from millpond.router import server
-from millpond.router.options import RouterOptions, ServeOptions
+from millpond.router.options import Identity, RouterOptions, ServeOptions
 from millpond.router.placement.chosen import Policy
-from millpond.router.replicas import Replicas, State
+from millpond.router.replicas import Address, Replicas, State
 
 
 def options(*argv: str, environ: dict[str, str] | None = None) -> ServeOptions:
@@ -35,6 +35,7 @@ A = ("--replica", "a=http://127.0.0.1:8001")
         (["--replica", "=http://127.0.0.1:1"], ["=http://127.0.0.1:1"]),
         ([*A, *A], ["same name"]),
         ([*A, "--policy", "dice"], ["dice", "round-robin", "cost"]),
+        ([*A, "--identity", "hope"], ["hope", "text, tokens, auto"]),
         ([*A, "--port", "70000"], ["router.port", "'70000'", "command line"]),
         ([*A, "--body-max", "much"], ["router.body_max", "'much'", "command line"]),
         ([*A, "--api-key-file", "/no/such"], ["/no/such"]),
@@ -55,7 +56,12 @@ def test_wrong_usage_ends_with_2_and_names_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x", "127.0.0.1:8001", "http://", "http://x?y", "http://x:0x", "http://a..b"]
+    "url",
+    [
+        *("ftp://x", "127.0.0.1:8001", "http://", "http://x?y", "http://x:0x", "http://a..b"),
+        *("http://x,ipc:///run/a", "http://x,events=", "http://x,events=tcp://*:5557"),
+        *("http://x,events=tcp://a", "http://x,replay=ipc:///run/a", "http://x,other=ipc:///run/a"),
+    ],
 )
 def test_bad_addresses_end_with_2(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -84,7 +90,7 @@ def test_flags_become_options(tmp_path: Path) -> None:
         *("--replica", "b=http://[::1]:8002/", "--policy", "pinned", "--port", "0"),
         *("--api-key-file", str(key), "--body-max", "1MiB", "--next-byte-timeout", "7"),
         *("--affinity-header", "x-me", "--access-log", "log"),
-        *("--local-tokens", "5", "--pool-tokens", "6"),
+        *("--local-tokens", "5", "--pool-tokens", "6", "--identity", "tokens"),
         environ={"MILLPOND_SOCKET": "/run/me/pool.sock"},
     )
     assert found.replicas == {"a": "http://127.0.0.1:8001", "b": "http://[::1]:8002/"}
@@ -92,6 +98,7 @@ def test_flags_become_options(tmp_path: Path) -> None:
     assert found.pool_socket == Path("/run/me/pool.sock")
     assert found.access_log == Path("log")
     assert found.router.policy is Policy.PINNED
+    assert found.router.identity is Identity.TOKENS
     assert found.router.api_key == "secret"
     assert found.router.affinity.header == "x-me"
     assert found.router.limits.body_bytes_max == 2**20
@@ -110,6 +117,7 @@ def test_defaults_are_those_of_the_router_itself() -> None:
     )
     assert found.router == RouterOptions()
     assert tuple(Policy) == ROUTER_POLICIES
+    assert tuple(Identity) == ROUTER_IDENTITIES
 
 
 def test_what_is_in_effect_is_printed_with_its_sources(
@@ -153,6 +161,20 @@ def test_replicas_of_the_command_line_replace_those_of_the_environment() -> None
     environ = {"MILLPOND_ROUTER_REPLICAS": "b=http://127.0.0.1:1, c=http://127.0.0.1:2"}
     assert list(options(environ=environ).replicas) == ["b", "c"]
     assert list(options(*A, environ=environ).replicas) == ["a"]
+
+
+def test_a_replica_of_the_environment_may_publish_events() -> None:
+    one, other = "b=http://127.0.0.1:1,events=ipc:///e,replay=ipc:///r", "c=http://127.0.0.1:2"
+    found = options(environ={"MILLPOND_ROUTER_REPLICAS": f"{one}, {other}"}).replicas
+    assert found == {"b": one.removeprefix("b="), "c": other.removeprefix("c=")}
+    replicas = Replicas()
+    assert replicas.add("b", found["b"]).address == Address(
+        "http://127.0.0.1:1", "ipc:///e", "ipc:///r"
+    )
+    assert replicas.add("c", found["c"]).address == Address("http://127.0.0.1:2")
+    replicas.drain("c")
+    moved = replicas.add("c", f"{found['c']},events=tcp://127.0.0.1:5557")
+    assert moved.address.events == "tcp://127.0.0.1:5557"
 
 
 def test_commands_find_the_router_where_it_is_configured(

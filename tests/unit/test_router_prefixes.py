@@ -155,9 +155,6 @@ def test_each_replica_holds_what_it_was_given_and_the_pool_all_of_it() -> None:
     found = prefixes.held("xyzw")
     assert found.by_replica == {"a": 3, "b": 2}
     assert found.num_pooled == 3
-    assert found.holder("b") == "a"
-    assert prefixes.held("xy").holder("b") == "b", "among equals the one that serves"
-    assert prefixes.held("q").holder("a") is None
 
 
 def test_what_is_forgotten_is_gone_from_one_place_only() -> None:

@@ -19,6 +19,7 @@ from millpond.cli.context import (
 from millpond.cli.figures import count
 from millpond.cli.output import print_json, stderr, stdout
 from millpond.config import (
+    ROUTER_IDENTITIES,
     ROUTER_POLICIES,
     ROUTER_SOCKET,
     RouterConfig,
@@ -28,10 +29,17 @@ from millpond.config import (
 )
 from millpond.model.errors import ConfigError
 from millpond.router.client import RouterClient
-from millpond.router.options import METRICS_PATH, Limits, RouterOptions, ServeOptions, Serving
+from millpond.router.options import (
+    METRICS_PATH,
+    Identity,
+    Limits,
+    RouterOptions,
+    ServeOptions,
+    Serving,
+)
 from millpond.router.placement.chosen import Policy
 from millpond.router.prompts import Affinity
-from millpond.router.replicas import check_url
+from millpond.router.replicas import parse_address
 
 
 def admin_socket_option(function: FunctionT) -> FunctionT:
@@ -49,6 +57,7 @@ def admin_socket_option(function: FunctionT) -> FunctionT:
     epilog=examples(
         "millpond router --replica a=http://127.0.0.1:8001 --replica b=http://127.0.0.1:8002",
         "millpond router --replica a=http://10.0.0.2:8000 --policy=prefix-affinity --port 9000",
+        "millpond router --replica a=http://127.0.0.1:8001,events=ipc:///run/a,replay=ipc:///run/r",
         "millpond router drain a     # nothing new for a; what runs there goes on",
         "millpond router add c=http://127.0.0.1:8003",
         "millpond router replicas",
@@ -58,13 +67,20 @@ def admin_socket_option(function: FunctionT) -> FunctionT:
     "--replica",
     "replicas",
     multiple=True,
-    metavar="NAME=URL",
-    help="An engine, under the name that its connector gives the pool; once for each.",
+    metavar="NAME=URL[,...]",
+    help="An engine, under the name that its connector gives the pool; once for each. With "
+    ",events=ADDRESS (and ,replay=ADDRESS) behind it where it publishes its cache's events.",
 )
 @click.option(
     "--policy",
     metavar="POLICY",
     help=f"How a replica is chosen: {', '.join(ROUTER_POLICIES)}.  [default: cost]",
+)
+@click.option(
+    "--identity",
+    metavar="WORD",
+    help=f"What prefixes are known by: {', '.join(ROUTER_IDENTITIES)}, which is by tokens once a "
+    "replica publishes events.  [default: auto]",
 )
 @click.option("--host", metavar="HOST", help="Where to listen.  [default: 127.0.0.1]")
 @click.option("--port", metavar="PORT", help="0 takes any that is free.  [default: 8000]")
@@ -175,7 +191,7 @@ def drain(context: Context, name: str, admin_socket: Path | None) -> None:
         "millpond router add a=http://127.0.0.1:8001   # takes a drained one back",
     )
 )
-@click.argument("replica", metavar="NAME=URL")
+@click.argument("replica", metavar="NAME=URL[,...]")
 @admin_socket_option
 @pass_context
 def add(context: Context, replica: str, admin_socket: Path | None) -> None:
@@ -206,6 +222,7 @@ def replicas(context: Context, admin_socket: Path | None, as_json: bool) -> None
         table.add_column(column, justify="right")
     for each in found:
         state = f"{each['state']}, draining" if each["is_draining"] else str(each["state"])
+        state += ", cache known" if each["is_cache_known"] else ""
         numbers = (count(each[name]) for name in ("num_running", "queued_tokens", "num_requests"))
         table.add_row(str(each["name"]), str(each["url"]), state, *numbers)
     stdout.print(table)
@@ -220,7 +237,7 @@ def serve_options(config: RouterConfig, *, source: str) -> ServeOptions:
     """Return what to serve; raises ``ConfigError``. ``source`` is where the replicas are from."""
     for name, url in config.replicas.items():
         try:
-            check_url(url)
+            parse_address(url)
         except ValueError as error:
             raise ConfigError(f"router.replicas = '{name}={url}' ({source}): {error}") from None
     return ServeOptions(
@@ -233,6 +250,7 @@ def serve_options(config: RouterConfig, *, source: str) -> ServeOptions:
         stop_grace_s=config.stop_grace_s,
         router=RouterOptions(
             policy=Policy(config.policy),
+            identity=Identity(config.identity),
             api_key=_read_key(config.api_key_file),
             affinity=Affinity(config.affinity_header, config.affinity_cookie),
             local_tokens=config.local_tokens,
@@ -251,6 +269,7 @@ def _show(config: RouterConfig, settings: Settings) -> None:
     asked = "not asked for" if config.api_key_file is None else f"that in {config.api_key_file}"
     stderr.print(
         f"router by {config.policy} at {config.host}:{config.port}, "
+        f"prefixes by {config.identity}, "
         f"changed at {config.admin_socket}; pool at {config.pool_socket}, "
         f"access log {config.access_log or 'off'}, key {asked}, "
         f"conversations by header {config.affinity_header} or cookie {config.affinity_cookie}, "

@@ -3,6 +3,7 @@
 from millpond.config.processes import ConnectorConfig, PoolConfig, RouterConfig, UpConfig
 from millpond.config.settings import (
     CONFIG_VARIABLE,
+    ROUTER_IDENTITIES,
     ROUTER_POLICIES,
     ROUTER_SOCKET,
     Settings,
@@ -15,6 +16,7 @@ from millpond.config.values import format_size, parse_replica, parse_size
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "ROUTER_IDENTITIES",
     "ROUTER_POLICIES",
     "ROUTER_SOCKET",
     "ConnectorConfig",

@@ -46,6 +46,7 @@ class RouterConfig:
 
     replicas: Mapping[str, str]
     policy: str
+    identity: str
     host: str
     port: int
     pool_socket: Path

@@ -37,6 +37,8 @@ ROUTER_POLICIES: Final = (
     "cost",
 )
 """The names of `router.placement`'s policies, which no room below the router can see."""
+ROUTER_IDENTITIES: Final = ("text", "tokens", "auto")
+"""What the router may know prefixes by: `router.options.Identity`."""
 ROUTER_SOCKET: Final = "router.sock"
 
 _TOKENS_MAX: Final = 10**12
@@ -84,6 +86,7 @@ _UP_START_TIMEOUT: Final = _Option("up.start_timeout_s", values.seconds(1, 86_40
 _UP_STOP_GRACE: Final = _Option("up.stop_grace_s", values.seconds(0, 600), 10.0)
 _ROUTER_REPLICAS: Final = _Option("router.replicas", values.replicas)
 _ROUTER_POLICY: Final = _Option("router.policy", values.choice(*ROUTER_POLICIES), "cost")
+_ROUTER_IDENTITY: Final = _Option("router.identity", values.choice(*ROUTER_IDENTITIES), "auto")
 _ROUTER_HOST: Final = _Option("router.host", values.text, "127.0.0.1")
 _ROUTER_PORT: Final = _Option("router.port", values.integer(0, 65_535), 8000)
 _ROUTER_POOL_SOCKET: Final = _Option("router.pool_socket", values.path)
@@ -130,6 +133,7 @@ _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
         _UP_STOP_GRACE,
         _ROUTER_REPLICAS,
         _ROUTER_POLICY,
+        _ROUTER_IDENTITY,
         _ROUTER_HOST,
         _ROUTER_PORT,
         _ROUTER_POOL_SOCKET,
@@ -241,6 +245,7 @@ class Settings:
         return RouterConfig(
             replicas=replicas,
             policy=self._required(_ROUTER_POLICY, "--policy"),
+            identity=self._required(_ROUTER_IDENTITY, "--identity"),
             host=self._required(_ROUTER_HOST, "--host"),
             port=self._required(_ROUTER_PORT, "--port"),
             pool_socket=self.socket() if pool_socket is None else pool_socket,

@@ -72,7 +72,10 @@ def name(value: object) -> str:
 
 
 def parse_replica(value: object) -> tuple[str, str]:
-    """Return name and address of a text such as ``"a=http://127.0.0.1:8001"``."""
+    """Return name and address of a text such as ``"a=http://127.0.0.1:8001"``.
+
+    The router reads the rest of an address: ``,events=...``.
+    """
     replica, _, url = value.partition("=") if isinstance(value, str) else ("", "", "")
     try:
         return name(replica), text(url)
@@ -82,10 +85,13 @@ def parse_replica(value: object) -> tuple[str, str]:
         ) from None
 
 
+_ITEM_ENDS: Final = re.compile(r"\s*,\s*(?!(?:events|replay)=)")
+
+
 def replicas(value: object) -> dict[str, str]:
     """Return addresses by name, from a list of ``NAME=URL`` or one text with commas between."""
     if isinstance(value, str):
-        items: Sequence[object] = [item.strip() for item in value.split(",")]
+        items: Sequence[object] = _ITEM_ENDS.split(value.strip())
     elif isinstance(value, list | tuple):
         items = cast("Sequence[object]", value)
     else:

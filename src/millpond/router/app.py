@@ -20,6 +20,7 @@ from millpond.router.errors import Ended, Refusal
 from millpond.router.exchange import Call, Exchange, Message, Send, header_map
 from millpond.router.headers import REQUEST_ID, request_headers
 from millpond.router.health import Health
+from millpond.router.holdings import Holdings
 from millpond.router.http_protocol import ABORT
 from millpond.router.metrics import CONTENT_TYPE, Metrics
 from millpond.router.options import METRICS_PATH, RouterOptions
@@ -28,8 +29,7 @@ from millpond.router.placement.base import Asked
 from millpond.router.placement.chosen import make_placement
 from millpond.router.placement.cost import work_of
 from millpond.router.placement.estimates import Estimates, Work
-from millpond.router.prefixes import TEXT_BLOCK_BYTES, HeldPrefixes, TextIdentity
-from millpond.router.prompts import GENERATING, Prompt, named_by_headers, read_prompt
+from millpond.router.prompts import GENERATING, Prompt, named_by_headers
 from millpond.router.records import AccessLog, Record
 from millpond.router.replicas import Replica, Replicas, State
 
@@ -60,21 +60,22 @@ class Router:
         self._options = options
         self._log = log
         self._estimates = Estimates()
-        self._identity = TextIdentity()
         self._placement = make_placement(options.policy, self._estimates)
-        self._prefixes = HeldPrefixes(
-            local_blocks_max=self._num_blocks(options.local_tokens),
-            pool_blocks_max=self._num_blocks(options.pool_tokens),
+        self._holdings = Holdings(
+            replicas,
+            options.identity,
+            local_tokens=options.local_tokens,
+            pool_tokens=options.pool_tokens,
         )
         self._metrics = Metrics(replicas, self._estimates)
         self._page = LivePage(
             replicas,
             options.policy.value,
-            self._identity.name,
+            options.identity.value,
             has_pool=lambda: self._attributor.has_pool,
         )
         self._attributor = Attributor(
-            pool, on_done=self._note_done, on_new_pool=self._prefixes.forget_pool
+            pool, on_done=self._note_done, on_new_pool=self._holdings.forget_pool
         )
         self._seen_names = SeenNames()
         self._exchanges: set[Exchange] = set()
@@ -91,8 +92,9 @@ class Router:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
+        self._holdings.start(self._session)
         self._health = Health(
-            self.replicas, self._session, self._options.health, on_down=self._prefixes.forget
+            self.replicas, self._session, self._options.health, on_down=self._holdings.forget
         )
         self._tasks = [
             asyncio.create_task(each)
@@ -110,16 +112,17 @@ class Router:
             task.cancel()
         if ending:
             await asyncio.wait(ending, timeout=_STOP_S_MAX)
+        await self._holdings.stop()
         self._attributor.close()
         self._log.close()
         if self._session is not None:
             await self._session.close()
 
-    def add(self, name: str, url: str) -> Replica:
+    def add(self, name: str, address: str) -> Replica:
         """Take a replica in (see ``Replicas.add``), and look at it at once."""
-        added = self.replicas.add(name, url)
+        added = self.replicas.add(name, address)
         if added.state is State.STARTING:
-            self._prefixes.forget(name)  # those of another process of this name
+            self._holdings.follow(added)  # another process of this name, maybe
         if self._health is not None:
             self._health.check_soon()
         return added
@@ -164,8 +167,10 @@ class Router:
                 return None
             refusal, body = found
         if refusal is None:
-            named = named_by_headers(header_map(scope["headers"]), self._options.affinity)
-            prompt = read_prompt(record.path, body, named, self._identity)
+            headers = header_map(scope["headers"])
+            named = named_by_headers(headers, self._options.affinity)
+            key = headers.get(b"authorization", b"").decode() or None
+            prompt = await self._holdings.read(record.path, body, named, key)
         record.request_bytes = len(body)
         call = Call(record.method, record.path, _target(scope), scope["headers"], body, prompt)
         exchange = Exchange(call, record, send, self._session, self._options.limits)
@@ -243,13 +248,13 @@ class Router:
     def place(self, call: Call, record: Record) -> Replica | None:
         """Choose a replica for a call (see ``Placer``)."""
         prompt = call.prompt
-        held = self._prefixes.held(prompt.keys)
+        located = self._holdings.locate(prompt)
         asked = Asked(
             num_tokens=prompt.num_tokens,
             conversation=prompt.conversation,
             opening=prompt.opening,
-            local_tokens={name: prompt.tokens_of(num) for name, num in held.by_replica.items()},
-            pooled_tokens=prompt.tokens_of(held.num_pooled) if self._attributor.has_pool else 0,
+            local_tokens=located.local_tokens,
+            pooled_tokens=located.pooled_tokens if self._attributor.has_pool else 0,
         )
         loads = self.replicas.loads(without=record.tried)
         name = self._placement.choose(asked, loads)
@@ -261,11 +266,11 @@ class Router:
         record.prompt_bytes = prompt.text_bytes
         record.local_tokens = asked.local_tokens.get(name, 0)
         if prompt.num_tokens:
-            record.identity = self._identity.name
-            record.holder = held.holder(name)
+            record.identity = located.identity
+            record.holder = located.holder(name)
             load = next(each for each in loads if each.name == name)
             record.planned = work_of(asked, load, self._estimates)
-            self._prefixes.note(name, prompt.keys)
+            self._holdings.note(prompt, record)
         return self.replicas[name]
 
     def note_refused(self, replica: Replica) -> None:
@@ -301,7 +306,7 @@ class Router:
         seen, planned = record.attribution, record.planned
         if seen is not None and seen.is_of_one_prompt:
             if seen.source == "pool":
-                self._identity.learn(record.prompt_bytes, seen.prompt_tokens)
+                self._holdings.text.learn(record.prompt_bytes, seen.prompt_tokens)
             if planned is not None and record.ttft_s is not None:
                 self._estimates.learn(
                     Work(planned.queued, seen.computed_tokens, seen.loaded_tokens), record.ttft_s
@@ -319,9 +324,6 @@ class Router:
             now_s = time.monotonic()
             for exchange in tuple(self._exchanges):
                 exchange.expire(now_s)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return max(1, round(num_tokens * self._identity.bytes_per_token / TEXT_BLOCK_BYTES))
 
 
 def _target(scope: Scope) -> str:

@@ -12,6 +12,17 @@ from millpond.router.prompts import Affinity
 METRICS_PATH: Final = "/millpond/metrics"
 
 
+class Identity(enum.StrEnum):
+    """What prompts are named by.
+
+    ``AUTO``: their tokens as soon as a replica publishes its cache's events, else their text.
+    """
+
+    TEXT = "text"
+    TOKENS = "tokens"
+    AUTO = "auto"
+
+
 class Waits(enum.Enum):
     """Whom an exchange is waiting for."""
 
@@ -65,6 +76,7 @@ class RouterOptions:
     """
 
     policy: Policy = Policy.COST
+    identity: Identity = Identity.AUTO
     api_key: str | None = None
     affinity: Affinity = field(default_factory=Affinity)
     limits: Limits = field(default_factory=Limits)

@@ -1,34 +1,23 @@
 """Who holds which prefix, as far as the router can know.
 
-A prompt is named by the keys of its blocks, each of which stands for everything up to its end.
-What the keys are is an ``Identity``'s business: pieces of the request's text (``TextIdentity``),
-or whatever else replicas and pool can be asked about. ``HeldPrefixes`` only compares them.
+A prompt is named by the keys of its blocks, each of which stands for everything up to its end:
+pieces of the request's text (``TextIdentity``), or of its tokens (``tokens.TokenNames``). What
+is here only compares them.
 """
 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
+
+from millpond.router.records import Record
 
 TEXT_BLOCK_BYTES: Final = 512
 """Bytes of text to a block: about 128 tokens of English."""
 _BYTES_PER_TOKEN: Final = 4.0
 _BYTES_PER_TOKEN_RANGE: Final = (0.5, 64.0)
 _WEIGHT: Final = 0.05
-
-
-class Identity(Protocol):
-    """Names prefixes. ``name`` says in headers and logs how sure that is."""
-
-    name: str
-
-    def keys(self, seed: bytes, text: bytes) -> Sequence[Hashable]:
-        """Return the keys of the whole blocks of a prompt, from its beginning.
-
-        ``seed`` is what a prefix depends on beside its text: the model, a cache salt, tools.
-        """
-        ...
 
 
 class TextIdentity:
@@ -38,12 +27,14 @@ class TextIdentity:
     tokens are guessed from bytes, at a rate that reports of the pool correct.
     """
 
-    name = "text"
-
     def __init__(self) -> None:
         self.bytes_per_token = _BYTES_PER_TOKEN
 
     def keys(self, seed: bytes, text: bytes) -> Sequence[Hashable]:
+        """Return the keys of the whole blocks of a prompt, from its beginning.
+
+        ``seed`` is what a prefix depends on beside its text: the model, a cache salt, tools.
+        """
         key = hashlib.blake2b(seed, digest_size=16).digest()
         keys: list[bytes] = []
         for start in range(0, len(text) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES):
@@ -70,15 +61,6 @@ class Held:
 
     by_replica: Mapping[str, int]
     num_pooled: int
-
-    def holder(self, served_by: str) -> str | None:
-        """Return who held the most, ``served_by`` among equals; None if nobody held any."""
-        most = max(self.by_replica.values(), default=0)
-        if not most:
-            return None
-        if self.by_replica.get(served_by) == most:
-            return served_by
-        return min(name for name, num in self.by_replica.items() if num == most)
 
 
 class HeldPrefixes:
@@ -121,6 +103,50 @@ class HeldPrefixes:
             "num_local_blocks": sum(map(len, self._local.values())),
             "num_pool_blocks": len(self._pool),
         }
+
+
+class PrefixesUnderway:
+    """Prefixes that replicas are computing right now, and will hold in a moment.
+
+    Those of a request count until its first byte.
+    """
+
+    def __init__(self) -> None:
+        self._underway: dict[str, list[tuple[Record, Sequence[Hashable]]]] = {}
+
+    def note(self, record: Record, keys: Sequence[Hashable]) -> None:
+        """Take note that the replica of ``record`` gets a prompt."""
+        if record.replica is not None:
+            self._underway.setdefault(record.replica, []).append((record, keys))
+
+    def num_held(self, replica: str, keys: Sequence[Hashable]) -> int:
+        """Return how many blocks of a prompt a replica is computing for other requests."""
+        underway = [
+            (record, others)
+            for record, others in self._underway.pop(replica, ())
+            if record.first_byte_ns is None
+            and record.ended_ns is None
+            # A request that was tried there in vain is at another one.
+            and record.replica == replica
+        ]
+        if underway:
+            self._underway[replica] = underway
+        return max((_num_common(others, keys) for _, others in underway), default=0)
+
+    def forget(self, replica: str) -> None:
+        """Take note that a replica computes nothing of what it was given."""
+        self._underway.pop(replica, None)
+
+
+def _num_common(some: Sequence[Hashable], others: Sequence[Hashable]) -> int:
+    low, high = 0, min(len(some), len(others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if some[middle - 1] == others[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _num_held(held: Mapping[Hashable, None], keys: Sequence[Hashable]) -> int:

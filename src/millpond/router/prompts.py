@@ -3,13 +3,14 @@
 import contextlib
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.cookies import CookieError, SimpleCookie
 from typing import Final, cast
 
 import msgspec
 
 from millpond.router.prefixes import TEXT_BLOCK_BYTES, TextIdentity
+from millpond.router.tokens import TOKEN_BLOCK, TokenNames
 
 _OPENING_BYTES: Final = 256
 _NAME_BYTES_MAX: Final = 512
@@ -37,10 +38,11 @@ class _Message(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's prompt as far as it can be told without a tokenizer.
+    """What a request asks to compute.
 
-    ``num_tokens`` is exact for token ids and guessed from the length of a text; ``text_bytes``
-    is that length, 0 for token ids.
+    ``num_tokens`` is exact where they were named, and where the request has token ids; else it
+    is guessed from the length of a text. ``text_bytes`` is that length, 0 for token ids.
+    ``names`` are what ``keys`` are taken from if that is tokens, None if it is text.
     """
 
     num_tokens: int = 0
@@ -49,6 +51,17 @@ class Prompt:
     keys: Sequence[Hashable] = ()
     conversation: str | None = None
     opening: str | None = None
+    names: TokenNames | None = None
+
+    def named(self, names: TokenNames) -> "Prompt":
+        """Return the same prompt, known by its tokens."""
+        return replace(
+            self,
+            num_tokens=names.num_tokens,
+            tokens_per_block=TOKEN_BLOCK,
+            keys=names.names(TOKEN_BLOCK),
+            names=names,
+        )
 
     def tokens_of(self, num_blocks: int) -> int:
         """Return about how many tokens the first so many blocks have."""
