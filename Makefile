@@ -17,7 +17,7 @@ setup: ## create .venv with the engine (on a machine with GPUs: make setup ENGIN
 older: setup ## create .venv-0.27, with an earlier release of the engine
 	@scripts/setup --engine cpu-0.27
 
-demo: setup ## two replicas, one pool: a moved request with the pool off and on
+demo: setup ## two replicas, a pool, a router: what moves, with the pool off and on
 	@.venv/bin/millpond demo $(ARGS)
 
 lint: setup

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,28 @@ def test_outputs_that_differ_are_found(hybrid: Replicas, monkeypatch: pytest.Mon
     assert "differ" in row.faults()[0]
 
 
+def a_conversation_was_had(found: dict[str, Any]) -> None:
+    """Check that each turn moved, and was served by what the other had written if it could be."""
+    off, on = found["off"], found["on"]
+    assert len(off) == len(on) == 4
+    assert [turn["prompt_tokens"] for turn in off] == [turn["prompt_tokens"] for turn in on]
+    for turns in (off, on):
+        assert [turn["replica"] for turn in turns] in (list("abab"), list("baba"))
+        holders = [turn["prefix_holder"] for turn in turns]
+        assert holders == [None, *(turn["replica"] for turn in turns[:-1])]
+        assert {turn["attribution"] for turn in turns} == {"pool"}
+    assert not any(turn["written_by"] for turn in off)
+    second, last = on[1], on[3]
+    assert second["written_by"] == {on[0]["replica"]: 4096}
+    assert second["computed_tokens"] == second["prompt_tokens"] - 4096
+    assert last["pool_other_tokens"] > 0
+    assert last["local_tokens"] > 0, "what it has heard itself is there still"
+    assert found["on_ttft_s"] < found["off_ttft_s"]
+    assert found["counts"]["router"] == found["counts"]["pool"] == found["counts"]["engines"]
+    asked = sum(turn["prompt_tokens"] for turn in (*off, *on))
+    assert sum(n for each in found["counts"]["router"].values() for n in each.values()) == asked
+
+
 def test_the_command_runs_from_nothing_and_leaves_only_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,4 +85,5 @@ def test_the_command_runs_from_nothing_and_leaves_only_its_report(
     (row,) = document["rows"]
     assert row["identical"]
     assert row["loaded_tokens"] == 768
+    a_conversation_was_had(document["data"]["conversation"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.html", "demo.json", "logs"]

@@ -10,11 +10,8 @@ import pytest
 
 from millpond import __version__
 from millpond.cli import app, run
-from millpond.cli.context import Context
-from millpond.cli.demo import publish
 from millpond.cli.envelope import envelope
 from millpond.cli.exits import AnswerIsNo, Exit, Terminated, exit_of
-from millpond.launch.demo import DemoRow
 from millpond.model.errors import (
     ArenaTooLarge,
     ConfigError,
@@ -166,52 +163,3 @@ def test_the_envelope_says_what_ran_where() -> None:
     assert isinstance(machine, dict)
     assert {"cpu", "cores", "memory_bytes", "gpus"} <= set(machine)
     json.dumps(document)
-
-
-def row(**changes: object) -> DemoRow:
-    fields: dict[str, object] = {
-        "prompt_tokens": 4096,
-        "cold_ttft_s": 2.0,
-        "local_ttft_s": 0.1,
-        "moved_off_ttft_s": 2.1,
-        "moved_on_ttft_s": 0.12,
-        "loaded_bytes": 8_000_000,
-        "identical": True,
-        "loaded_tokens": 3840,
-        "written_by": {"a": 3840},
-        "same_steps_logprob_difference": 0.0,
-        "other_steps_logprob_difference": 0.0,
-        "num_rounds": 1,
-    }
-    return DemoRow(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
-
-
-def context() -> Context:
-    return Context(environ={}, argv=("demo",))
-
-
-def test_the_demo_writes_its_rows_where_readers_look(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    publish(context(), [row()], tmp_path, 2**28, as_json=True)
-    document = json.loads((tmp_path / "demo.json").read_text())
-    assert document == json.loads(capsys.readouterr().out)
-    assert document["rows"] == document["data"]["rows"]
-    assert document["rows"][0]["moved_on_ttft_s"] == 0.12
-    page = (tmp_path / "demo.html").read_text()
-    assert "17 times" in page
-    for outside in ("http://", "https://", "<script", "<link", "src="):
-        assert outside not in page, "the page has to stand alone"
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"identical": False}, "differ"), ({"loaded_tokens": 0}, "not served by the pool")],
-)
-def test_the_demo_says_no_after_writing_everything(
-    changes: dict[str, object], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(AnswerIsNo, match=words):
-        publish(context(), [row(), row(**changes)], tmp_path, 2**28, as_json=False)
-    assert words in (tmp_path / "demo.html").read_text()
-    assert len(json.loads((tmp_path / "demo.json").read_text())["rows"]) == 2

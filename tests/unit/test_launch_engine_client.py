@@ -73,3 +73,31 @@ def test_a_refusal_is_an_http_error(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.complete([1], num_tokens=1, request_id="r")
         with pytest.raises(httpx.HTTPStatusError):
             engine.reset_prefix_cache()
+
+
+def test_prompt_tokens_are_summed_over_engine_cores_by_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "vllm:prompt_tokens_by_source"
+    lines = [f"# TYPE {name} counter"]
+    for core, source, value in (
+        ("0", "local_compute", "1024.0"),
+        ("1", "local_compute", "6.0"),
+        ("0", "external_kv_transfer", "3.84e3"),
+    ):
+        lines.append(f'{name}_total{{engine="{core}",source="{source}"}} {value}')
+    lines += [f'{name}_created{{engine="0",source="local_compute"}} 1.7e9', "other_total 5.0", ""]
+    page = "\n".join(lines)
+    with client(monkeypatch, lambda _request: httpx.Response(200, text=page)) as engine:
+        counted = engine.prompt_tokens_by_source()
+    assert counted == {"local_compute": 1030, "external_kv_transfer": 3840}
+
+
+@pytest.mark.parametrize("answer", [(-0.5, -1.0), (-0.75, -1.0), (-0.5, -1.25)])
+def test_answers_differ_by_their_most_different_token(answer: tuple[float, float]) -> None:
+    one, other = (
+        Completion("r", (1, 2), logprobs, 0.1, 0.2) for logprobs in ((-0.5, -1.0), answer)
+    )
+    assert one.logprob_difference(other) == (0.0 if answer == (-0.5, -1.0) else 0.25)
+    with pytest.raises(ValueError, match="zip"):
+        one.logprob_difference(Completion("r", (1,), (-0.5,), 0.1, 0.2))

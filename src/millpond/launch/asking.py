@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, cast
 
 from millpond.launch.engine_client import Completion, EngineClient
@@ -28,7 +29,7 @@ class Asking:
     def __init__(self, system: System, *, on_step: Callable[[str], None]) -> None:
         self._on_step = on_step
         self._a, self._b = (
-            EngineClient(replica.url, replica.model, timeout_s=_REQUEST_TIMEOUT_S)
+            self._client(replica.url, replica.model)
             for replica in (system.replica("a"), system.replica("b"))
         )
         self._admin = AdminClient.connect(str(system.socket), timeout_s=_ADMIN_TIMEOUT_S)
@@ -39,9 +40,22 @@ class Asking:
         self._b.close()
         self._admin.close()
 
-    def _ask(self, engine: EngineClient, prompt: Sequence[int], request_id: str) -> Completion:
+    @staticmethod
+    def _client(url: str, model: str) -> EngineClient:
+        return EngineClient(url, model, timeout_s=_REQUEST_TIMEOUT_S)
+
+    def _ask(
+        self,
+        engine: EngineClient,
+        prompt: Sequence[int],
+        request_id: str,
+        *,
+        fields: Mapping[str, object] = MappingProxyType({}),
+    ) -> Completion:
         try:
-            return engine.complete(prompt, num_tokens=_NUM_TOKENS, request_id=request_id)
+            return engine.complete(
+                prompt, num_tokens=_NUM_TOKENS, request_id=request_id, fields=fields
+            )
         except ValueError as error:
             raise ExpectedError(f"a replica failed: {error}") from error
 

@@ -96,10 +96,10 @@ class _Round:
         return len({answer.token_ids for answer in answers}) == 1
 
     def same_steps_difference(self) -> float:
-        return max(_difference(self.cold, self.off), _difference(self.local, self.on))
+        return max(self.cold.logprob_difference(self.off), self.local.logprob_difference(self.on))
 
     def other_steps_difference(self) -> float:
-        return _difference(self.cold, self.on)
+        return self.cold.logprob_difference(self.on)
 
 
 class Demo(Asking):
@@ -166,8 +166,3 @@ def _row(num_tokens: int, rounds: Sequence[_Round]) -> DemoRow:
         other_steps_logprob_difference=other_steps,
         num_rounds=len(rounds),
     )
-
-
-def _difference(one: Completion, other: Completion) -> float:
-    pairs = zip(one.logprobs, other.logprobs, strict=True)
-    return max(abs(mine - theirs) for mine, theirs in pairs)

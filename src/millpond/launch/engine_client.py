@@ -5,9 +5,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Self, cast
+from typing import Final, Self, cast
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+_TOKENS_BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,14 @@ class Completion:
     logprobs: tuple[float, ...]
     ttft_s: float
     e2el_s: float
+
+    def logprob_difference(self, other: "Completion") -> float:
+        """Return the largest difference of log-probabilities, token by token.
+
+        Raises ``ValueError`` for answers of different lengths.
+        """
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return max(abs(mine - theirs) for mine, theirs in pairs)
 
 
 class EngineClient:
@@ -82,6 +93,21 @@ class EngineClient:
         Raises ``httpx.HTTPError``.
         """
         self._http.post("/reset_prefix_cache").raise_for_status()
+
+    def prompt_tokens_by_source(self) -> dict[str, int]:
+        """Return the prompt tokens that the engine has counted since its start, by its names.
+
+        ``local_compute``, ``local_cache_hit`` and ``external_kv_transfer``, summed over engine
+        cores. Raises ``httpx.HTTPError``.
+        """
+        text = self._http.get("/metrics").raise_for_status().text
+        counted: dict[str, int] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == _TOKENS_BY_SOURCE:
+                    source = sample.labels["source"]
+                    counted[source] = counted.get(source, 0) + int(sample.value)
+        return counted
 
 
 class _Collector:

@@ -2,8 +2,10 @@
 
 import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from millpond.launch.conversation import Conversation, Turn
 from millpond.launch.demo import DemoRow
 
 _BAR_HEIGHT: Final = 46
@@ -19,6 +21,7 @@ _STYLE: Final = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
        max-width: 46rem; margin: 0 auto; padding: 1.2rem 1rem 3rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .4rem; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .4rem; }
 p.verdict { font-size: 1.1rem; } .bad { color: var(--bad); font-weight: 600; }
 svg { width: 100%; display: block; }
 svg text { fill: var(--ink); font: 14px system-ui, sans-serif; }
@@ -31,9 +34,22 @@ small, dd { color: var(--soft); } dt { margin-top: .4rem; } dd { margin: 0; }
 """
 
 
-def demo_html(rows: Sequence[DemoRow], facts: Sequence[tuple[str, str]]) -> str:
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """All that the demonstration has found."""
+
+    rows: Sequence[DemoRow]
+    conversation: Conversation
+
+    def faults(self) -> list[str]:
+        """Return what is wrong, for people; empty if nothing is."""
+        of_rows = [fault for row in self.rows for fault in row.faults()]
+        return of_rows + self.conversation.faults()
+
+
+def demo_html(result: DemoResult, facts: Sequence[tuple[str, str]]) -> str:
     """Return the page. ``facts`` says what ran where, as pairs of name and value."""
-    faults = [fault for row in rows for fault in row.faults()]
+    rows = result.rows
     details = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts)
     return f"""<!doctype html>
 <html lang="en">
@@ -45,7 +61,7 @@ def demo_html(rows: Sequence[DemoRow], facts: Sequence[tuple[str, str]]) -> str:
 </head>
 <body>
 <h1>A request that moves to another replica</h1>
-{_verdict(rows, faults)}
+{_verdict(rows, result.faults())}
 <p>Time to the first token of the same prompt. Replica A computes it cold, then finds it in its
 own cache; replica B has never seen it and gets it with the pool off, then with the pool on.</p>
 {_plot(rows)}
@@ -53,6 +69,7 @@ own cache; replica B has never seen it and gets it with the pool off, then with 
 <p><small>Median of {rows[0].num_rounds} round(s) with fresh prompts, after a warm-up. Outputs
 are identical when all four answers have the same tokens and log-probabilities within the
 tolerances below.</small></p>
+{_conversation(result.conversation)}
 <dl>{details}</dl>
 </body>
 </html>
@@ -123,6 +140,35 @@ def _table(rows: Sequence[DemoRow]) -> str:
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _conversation(conversation: Conversation) -> str:
+    names = ("pool", "turn", "tokens", "first token", "served by", "prefix held by", "moved")
+    head = "".join(f"<th>{name}</th>" for name in (*names, "computed", "local", "from the pool"))
+    body = "".join(
+        _turn_row(pool, turn)
+        for pool, turns in (("off", conversation.off), ("on", conversation.on))
+        for turn in turns
+    )
+    return f"""<h2>A conversation through the router</h2>
+<p>The router sends each turn to the replica that did not serve the one before. In
+{len(conversation.on)} turns its client waits <strong>{_seconds(conversation.off_ttft_s)}</strong>
+for first tokens with the pool off and <strong>{_seconds(conversation.on_ttft_s)}</strong> with it
+on.</p>
+<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
+<p><small>Same words, same answers. Who served, who held the prefix and where its tokens came from
+are from the router's access log; their sums are compared with what the pool was told and what
+the engines count themselves.</small></p>"""
+
+
+def _turn_row(pool: str, turn: Turn) -> str:
+    cells = (
+        *(pool, f"{turn.number}", f"{turn.prompt_tokens:,}", _seconds(turn.ttft_s)),
+        *(turn.replica, turn.prefix_holder or "nobody", "yes" if turn.is_moved else "no"),
+        *(f"{turn.computed_tokens:,}", f"{turn.local_tokens:,}"),
+        ", ".join(f"{count:,} by {name}" for name, count in turn.written_by.items()) or "0",
+    )
+    return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def _seconds(seconds: float) -> str:
