@@ -2,6 +2,7 @@
 
 import pytest
 
+from millpond.router.metrics import main_source
 from millpond.router.page.verdict import Finding, Verdict, judge
 from millpond.router.page.window import Sample
 from millpond.router.records import Attribution
@@ -24,7 +25,8 @@ def sample(
         writers=writers,
         num_reports=1,
     )
-    return Sample(arrived_at=0.0, tokens=tokens, is_moved=moved, ttft_s=ttft_s)
+    source = main_source(tokens)
+    return Sample(arrived_at=0.0, tokens=tokens, source=source, is_moved=moved, ttft_s=ttft_s)
 
 
 def computed(*sizes: int, slower_s: float = 0.0) -> list[Sample]:

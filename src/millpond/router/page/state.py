@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from millpond import __version__
-from millpond.router.metrics import main_source, tokens_by_source
+from millpond.router.metrics import tokens_by_source
 from millpond.router.page.verdict import Verdict, judge
 from millpond.router.page.window import Sample, Shown, Window
 from millpond.router.replicas import Replica
@@ -83,7 +83,7 @@ def _prompt_tokens(samples: Sequence[Sample]) -> dict[str, dict[str, object]]:
 def _times(samples: Sequence[Sample]) -> dict[str, object]:
     """Return times to the first token, by where most of a prompt's tokens came from."""
     timed = [
-        (main_source(each.tokens), each.tokens.prompt_tokens, each.ttft_s)
+        (each.source, each.tokens.prompt_tokens, each.ttft_s)
         for each in samples
         if each.ttft_s is not None
     ]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from millpond.router.metrics import main_source
 from millpond.router.prompts import GENERATING
 from millpond.router.records import Attribution, Record
 
@@ -19,11 +20,12 @@ class Sample:
     """A request whose tokens the pool's reports tell.
 
     ``ttft_s`` is None unless it was a stream and the tokens are those of one prompt: others
-    have no time that belongs to them.
+    have no time that belongs to them. ``source`` is where most of the tokens came from.
     """
 
     arrived_at: float
     tokens: Attribution
+    source: str
     is_moved: bool
     ttft_s: float | None
 
@@ -89,4 +91,6 @@ class Window:
             self.num_unreported += 1
         else:
             ttft_s = record.ttft_s if tokens.is_of_one_prompt else None
-            self._samples.append(Sample(record.arrived_at, tokens, record.is_moved, ttft_s))
+            self._samples.append(
+                Sample(record.arrived_at, tokens, main_source(tokens), record.is_moved, ttft_s)
+            )
