@@ -9,7 +9,7 @@ import numpy as np
 
 from millpond.bench.effects import Effect, Observed, effects_of, values_by_key
 from millpond.bench.observations import Cell, Observation, observe_all
-from millpond.bench.records import Period, Sample
+from millpond.bench.records import Period, Sample, serve_metrics
 from millpond.bench.statistics import (
     OUTLIER_SCORE,
     QUANTILES,
@@ -94,6 +94,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     """See the module.
 
+    ``metrics`` has the figures of ``vllm bench serve`` for all requests under each cache.
     ``num_errors`` counts failed requests by cache. ``late_ms_max`` is how late the harness
     itself has sent a request at most.
     """
@@ -105,6 +106,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     outliers: list[Outlier]
     tokens: list[Tokens]
     transfers: list[Transfer]
+    metrics: dict[str, dict[str, float]]
     num_requests: int
     num_errors: dict[str, int]
     num_incomplete_periods: int
@@ -126,11 +128,21 @@ def analyse(periods: Sequence[Period], *, seed: int = 1) -> Analysis:
         outliers=_outliers(periods, observed),
         tokens=_tokens(periods),
         transfers=_transfers(periods),
+        metrics=_metrics(periods),
         num_requests=len(samples),
         num_errors=dict(errors),
         num_incomplete_periods=sum(not period.is_complete for period in periods),
         late_ms_max=max((sample.late_ms or 0.0 for sample in samples), default=0.0),
     )
+
+
+def _metrics(periods: Sequence[Period]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for cache in dict.fromkeys(period.plan.cache for period in periods):
+        mine = [period for period in periods if period.plan.cache == cache]
+        samples = [sample for period in mine for sample in period.samples]
+        found[cache] = serve_metrics(samples, sum(period.duration_s for period in mine))
+    return found
 
 
 def _cells(observed: Observed) -> Iterable[Cell]:
@@ -249,9 +261,12 @@ def _tokens(periods: Sequence[Period]) -> list[Tokens]:
 
 
 def _sources(sample: Sample) -> Mapping[str, int]:
-    sources = sample.sources
-    if sources is None:
+    sources, cached = sample.sources, sample.cached_tokens
+    if sources is None and cached is None:
         return {"unknown": sample.input_tokens}
+    if sources is None:
+        # Without a pool all that an engine has found is its own.
+        return {"computed": sample.input_tokens - (cached or 0), "local": cached or 0}
     own = sources.writers.get(sample.replica, 0)
     return {
         "computed": sources.computed_tokens,

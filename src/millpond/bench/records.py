@@ -124,9 +124,9 @@ class Record(msgspec.Struct, kw_only=True):
     facts: dict[str, object]
     periods: list[Period]
 
-    def save(self, path: Path) -> None:
-        """Write the record, with the metrics of each period beside its samples."""
-        document = msgspec.to_builtins(self)
+    def save(self, path: Path, analysis: msgspec.Struct) -> None:
+        """Write the record, its analysis, and the metrics of each period beside its samples."""
+        document = msgspec.to_builtins(self) | {"analysis": msgspec.to_builtins(analysis)}
         for built, period in zip(document["periods"], self.periods, strict=True):
             built["metrics"] = serve_metrics(period.samples, period.duration_s)
         write_json(path, document)

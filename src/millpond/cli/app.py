@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from millpond import __version__
+from millpond.cli.bench import bench
 from millpond.cli.blocks import inspect
 from millpond.cli.context import Context, examples
 from millpond.cli.demo import demo
@@ -48,7 +49,7 @@ def cli(context: click.Context, config: Path | None) -> None:
     context.ensure_object(Context).find_config(config)
 
 
-for _command in (up, pool, router, status, requests, inspect, check, demo, gate):
+for _command in (up, pool, router, status, requests, inspect, check, demo, gate, bench):
     cli.add_command(_command)
 
 

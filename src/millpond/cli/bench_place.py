@@ -1,0 +1,147 @@
+"""Where ``millpond bench run`` takes place: replicas of its own, or running ones."""
+
+import contextlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, cast
+
+from millpond.cli.context import Context
+from millpond.cli.output import ProgressLine
+from millpond.cli.up import show_start
+from millpond.config.values import replicas
+from millpond.launch.demo import ENGINE_ENVIRON
+from millpond.launch.resources import pick_device
+from millpond.launch.system import SystemOptions
+from millpond.model.errors import ConfigError
+
+if TYPE_CHECKING:
+    from millpond.bench.stages import Stage
+
+DEFAULT_POOL: Final = "1GiB"
+_TINY_ENGINE_ARGS: Final = ("--max-num-seqs", "8", "--max-model-len", "20000")
+_ENGINE_ARGS: Final = ("--enable-prompt-tokens-details",)
+"""What an engine found in its own cache is told without a pool as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The flags of ``millpond bench run``, None where one was not given."""
+
+    urls: tuple[str, ...]
+    router: str | None
+    launch: str | None
+    model: str | None
+    tiny: str
+    size: str | None
+    socket: Path | None
+    device: str | None
+    caches: str
+    switch: str | None
+    rounds: int | None
+    aa_rounds: int | None
+    trace: str | None
+    out: Path | None
+    resume: bool
+    engine_args: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The stage, how many replicas it has, and the options that its figures depend on."""
+
+    stage: "Stage"
+    num_replicas: int
+    options: Mapping[str, object]
+
+
+def place_of(
+    context: Context, asked: Asked, logs: Path, *, line: ProgressLine, stack: contextlib.ExitStack
+) -> Place:
+    """Return the place that was asked for; raises ``SetupError`` for one that can't be.
+
+    ``stack`` removes the temporary folder of a system that is launched.
+    """
+    from millpond.bench.stages import LaunchedStage, RestartStage
+
+    if asked.urls:
+        return _running(asked)
+    if asked.router or asked.socket:
+        raise ConfigError("--router and --socket are of running replicas: give each with --url")
+    options = _system_options(context, asked, logs, stack)
+    switch = asked.switch or "restart"
+    kind = RestartStage if switch == "restart" else LaunchedStage
+    kept = {
+        "switch": switch,
+        "model": asked.model or f"tiny-{asked.tiny}",
+        "num_replicas": options.num_replicas,
+        "device": options.device,
+        "pool_bytes": None if options.pool is None else options.pool.size_bytes,
+        "engine_args": list(options.engine_args),
+    }
+    stage = kind(options, on_progress=lambda states: show_start(line, states))
+    return Place(stage, options.num_replicas, kept)
+
+
+def _running(asked: Asked) -> Place:
+    from millpond.bench.stages import OFF, LiveStage, live_targets
+
+    if asked.switch == "restart" or asked.launch or asked.engine_args:
+        raise ConfigError("replicas given with --url run already: they can't be started anew")
+    if asked.socket is None and asked.caches != OFF:
+        raise ConfigError(
+            "switching the pool of running replicas needs its address: give its --socket, or "
+            "--caches off"
+        )
+    try:
+        urls = replicas(asked.urls)
+    except ValueError as error:
+        raise ConfigError(f"--url: {error}") from error
+    targets = live_targets(urls, model=asked.model)
+    router = None
+    if asked.router is not None:
+        (router,) = live_targets({"router": asked.router}, model=asked.model)
+    stage = LiveStage(targets, socket=asked.socket, router=router)
+    return Place(stage, len(targets), {"switch": "live", "urls": urls, "router": asked.router})
+
+
+def _system_options(
+    context: Context, asked: Asked, logs: Path, stack: contextlib.ExitStack
+) -> SystemOptions:
+    own: dict[str, object] = {
+        "up.device": asked.device,
+        "up.model": asked.model or "made on the spot",
+        "up.replicas": asked.launch,
+        "up.router": False,
+        "pool.size": asked.size,
+    }
+    settings = context.settings(own)
+    if not settings.is_set("pool.size"):
+        settings = context.settings(own | {"pool.size": DEFAULT_POOL})
+    config = settings.up()
+    # A folder with a short path: that of a socket has a limit.
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millpond-bench-")))
+    model, args = asked.model, [*_ENGINE_ARGS, *asked.engine_args]
+    if model is None:
+        model, tiny_args = _make_tiny(folder / "model", asked.tiny)
+        args = [*tiny_args, *args]
+    return SystemOptions(
+        model=model,
+        num_replicas=config.num_replicas,
+        device=cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ)),
+        environ={**context.environ, **ENGINE_ENVIRON},
+        pool=replace(config.pool, socket=folder / "pool.sock"),
+        engine_args=args,
+        run_dir=logs,
+        start_timeout_s=config.start_timeout_s,
+        stop_grace_s=config.stop_grace_s,
+    )
+
+
+def _make_tiny(folder: Path, kind: str) -> tuple[str, Sequence[str]]:
+    from millpond.launch.tiny import HYBRID_ENGINE_ARGS, make_attention, make_hybrid
+
+    if kind == "attention":
+        return str(make_attention(folder, seed=1).path), _TINY_ENGINE_ARGS
+    return str(make_hybrid(folder, seed=1).path), (*_TINY_ENGINE_ARGS, *HYBRID_ENGINE_ARGS)
