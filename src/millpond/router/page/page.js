@@ -83,7 +83,7 @@ function fill(table, rows, nothing, numColumns) {
 function showAbout(state) {
   const served = state.replicas.reduce((sum, each) => sum + each.num_requests, 0);
   byId("about").textContent = [
-    `policy ${state.policy}`, `pool ${state.pool}`, `prefixes known by ${state.prefix_identity}`,
+    `policy ${state.policy}`, `pool ${state.pool}`, `identity ${state.prefix_identity}`,
     `${count(served)} requests`, `up ${span(state.now - state.started_at)}`, state.version,
   ].join(" · ");
 }
