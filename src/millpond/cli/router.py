@@ -146,7 +146,7 @@ def router(context: click.Context, **flags: object) -> None:
 
     Without a subcommand, serves in the foreground until Ctrl-C or SIGTERM. Everything passes
     through untouched; response headers x-millpond-... say which replica served and which held
-    the prefix. Metrics are at /millpond/metrics.
+    the prefix. A live page is at /millpond, metrics are at /millpond/metrics.
     """
     # An option that may be given several times is empty where it is not given.
     given = {name: value for name, value in flags.items() if value not in {None, ()}}

@@ -1,5 +1,6 @@
 """The OpenAI-compatible front of the replicas: where a request goes, and what became of it.
 
 ``app`` answers clients, ``placement/`` decides, ``replicas`` and ``health`` know who is there,
-``attribution``, ``records`` and ``metrics`` tell what moved, ``admin`` changes a running router.
+``attribution``, ``records`` and ``metrics`` tell what moved, ``page/`` shows it to people, ``admin``
+changes a running router.
 """
