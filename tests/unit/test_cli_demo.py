@@ -91,7 +91,7 @@ def test_the_demo_writes_its_rows_where_readers_look(
     assert found["on"][1]["written_by"] == {"a": 3840}
     page = (tmp_path / "demo.html").read_text()
     assert "17 times" in page
-    for words in ("1.75 s", "750 ms", "3,840 by a", "<td>b</td><td>a</td><td>yes</td>"):
+    for words in ("1.75 s", "750 ms", "a: 3,840", "<td>b</td><td>a</td><td>yes</td>"):
         assert words in page
     for outside in ("http://", "https://", "<script", "<link", "src="):
         assert outside not in page, "the page has to stand alone"

@@ -9,7 +9,7 @@ from millpond.launch.conversation import Conversation, Turn
 from millpond.launch.demo import DemoRow
 
 _BAR_HEIGHT: Final = 46
-_GROUP_HEIGHT: Final = 4 * _BAR_HEIGHT + 52
+_GROUP_MARGIN: Final = 52
 
 # Widths are in percent and texts in pixels, so that a phone gets narrow bars, not small letters.
 _STYLE: Final = """
@@ -32,6 +32,10 @@ th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(-
          white-space: nowrap; }
 small, dd { color: var(--soft); } dt { margin-top: .4rem; } dd { margin: 0; }
 """
+
+
+_Bar = tuple[str, float, str]
+"""Label, seconds and class of colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def demo_html(result: DemoResult, facts: Sequence[tuple[str, str]]) -> str:
 {_verdict(rows, result.faults())}
 <p>Time to the first token of the same prompt. Replica A computes it cold, then finds it in its
 own cache; replica B has never seen it and gets it with the pool off, then with the pool on.</p>
-{_plot(rows)}
+{_plot([(f"{row.prompt_tokens:,} tokens", _bars(row)) for row in rows])}
 <div class="wide">{_table(rows)}</div>
 <p><small>Median of {rows[0].num_rounds} round(s) with fresh prompts, after a warm-up. Outputs
 are identical when all four answers have the same tokens and log-probabilities within the
@@ -88,7 +92,7 @@ def _verdict(rows: Sequence[DemoRow], faults: Sequence[str]) -> str:
     )
 
 
-def _bars(row: DemoRow) -> list[tuple[str, float, str]]:
+def _bars(row: DemoRow) -> list[_Bar]:
     return [
         ("A cold", row.cold_ttft_s, "off"),
         ("A again (local hit)", row.local_ttft_s, "local"),
@@ -97,15 +101,13 @@ def _bars(row: DemoRow) -> list[tuple[str, float, str]]:
     ]
 
 
-def _plot(rows: Sequence[DemoRow]) -> str:
+def _plot(groups: Sequence[tuple[str, Sequence[_Bar]]]) -> str:
     parts: list[str] = []
-    for i, row in enumerate(rows):
-        top = i * _GROUP_HEIGHT
-        parts.append(
-            f'<text class="group" x="0" y="{top + 20}">{row.prompt_tokens:,} tokens</text>'
-        )
-        longest = max(seconds for _, seconds, _ in _bars(row))
-        for j, (label, seconds, colour) in enumerate(_bars(row)):
+    top = 0
+    for title, bars in groups:
+        parts.append(f'<text class="group" x="0" y="{top + 20}">{_text(title)}</text>')
+        longest = max(seconds for _, seconds, _ in bars)
+        for j, (label, seconds, colour) in enumerate(bars):
             y = top + 32 + j * _BAR_HEIGHT
             width = max(0.4, 100 * seconds / longest)
             parts.append(f'<text x="0" y="{y + 15}">{label}: {_seconds(seconds)}</text>')
@@ -113,9 +115,9 @@ def _plot(rows: Sequence[DemoRow]) -> str:
                 f'<rect x="0" y="{y + 21}" width="{width:.2f}%" height="14" rx="2" '
                 f'class="{colour}"/>'
             )
-    height = len(rows) * _GROUP_HEIGHT
+        top += len(bars) * _BAR_HEIGHT + _GROUP_MARGIN
     return (
-        f'<svg height="{height}" role="img" aria-label="Time to first token, as bars">'
+        f'<svg height="{top}" role="img" aria-label="Time to first token, as bars">'
         f"{''.join(parts)}</svg>"
     )
 
@@ -143,30 +145,32 @@ def _table(rows: Sequence[DemoRow]) -> str:
 
 
 def _conversation(conversation: Conversation) -> str:
-    names = ("pool", "turn", "tokens", "first token", "served by", "prefix held by", "moved")
-    head = "".join(f"<th>{name}</th>" for name in (*names, "computed", "local", "from the pool"))
+    names = ("pool", "turn", "tokens", "TTFT", "by", "prefix at", "moved", "computed", "local")
+    head = "".join(f"<th>{name}</th>" for name in (*names, "from pool"))
     body = "".join(
         _turn_row(pool, turn)
         for pool, turns in (("off", conversation.off), ("on", conversation.on))
         for turn in turns
     )
+    sums = [("Pool off", conversation.off_ttft_s, "off"), ("Pool on", conversation.on_ttft_s, "on")]
     return f"""<h2>A conversation through the router</h2>
-<p>The router sends each turn to the replica that did not serve the one before. In
-{len(conversation.on)} turns its client waits <strong>{_seconds(conversation.off_ttft_s)}</strong>
-for first tokens with the pool off and <strong>{_seconds(conversation.on_ttft_s)}</strong> with it
-on.</p>
+<p>The router sends each turn to the replica that did not serve the one before. What its client
+waits for first tokens, all turns together, and where each prompt's tokens came from: computed,
+from the replica's own cache, or from the pool, by who had written them.</p>
+{_plot([(f"{len(conversation.on)} turns", sums)])}
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
-<p><small>Same words, same answers. Who served, who held the prefix and where its tokens came from
-are from the router's access log; their sums are compared with what the pool was told and what
-the engines count themselves.</small></p>"""
+<p><small>The same words with the pool off and on. Which replica served, which held the prefix and
+where the tokens came from is what the router's access log says; their sums are compared with what
+the pool was told and what the engines count themselves, and the answers with each other.</small>
+</p>"""
 
 
 def _turn_row(pool: str, turn: Turn) -> str:
     cells = (
         *(pool, f"{turn.number}", f"{turn.prompt_tokens:,}", _seconds(turn.ttft_s)),
-        *(turn.replica, turn.prefix_holder or "nobody", "yes" if turn.is_moved else "no"),
+        *(turn.replica, turn.prefix_holder or "–", "yes" if turn.is_moved else "no"),
         *(f"{turn.computed_tokens:,}", f"{turn.local_tokens:,}"),
-        ", ".join(f"{count:,} by {name}" for name, count in turn.written_by.items()) or "0",
+        ", ".join(f"{name}: {count:,}" for name, count in turn.written_by.items()) or "–",
     )
     return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
 
