@@ -24,7 +24,7 @@ from millpond.arena.arena import Arena
 from millpond.arena.touch import touch
 from millpond.model.layout import LayerPages, PartLayout
 from millpond.model.limits import EXTENT_BYTES_MIN, KIB, MIB
-from millpond.transfer import Copies, CpuCopyEngine, Direction, Ticket
+from millpond.transfer import Copies, CpuCopyEngine, Direction, Ends, Ticket
 from millpond.transfer.checksums import Checksums, Summed
 
 BLOCK_BYTES = 4 * MIB
@@ -66,7 +66,7 @@ def time_copies(
         done.set()
 
     start = time.perf_counter()
-    engine.submit(direction, copies, after=engine.fence(), keep_alive=None, on_done=on_done)
+    engine.submit(direction, copies, after=engine.fence(), keep_alive=None, ends=Ends(on_done))
     if not done.wait(WAIT_S) or tickets[0].error:
         raise RuntimeError(f"a copy failed: {tickets}")
     return time.perf_counter() - start

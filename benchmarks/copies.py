@@ -22,7 +22,7 @@ from figures import copy_ratios
 from millpond.arena.arena import Arena
 from millpond.arena.touch import touch
 from millpond.model.limits import EXTENT_BYTES_MIN, KIB, MIB
-from millpond.transfer import Copies, CpuCopyEngine, Direction, Ticket
+from millpond.transfer import Copies, CpuCopyEngine, Direction, Ends, Ticket
 
 PAGES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 WAIT_S = 60.0
@@ -49,7 +49,7 @@ def time_engine(engine: CpuCopyEngine, direction: Direction, copies: Copies) -> 
         done.set()
 
     start = time.perf_counter()
-    engine.submit(direction, copies, after=engine.fence(), keep_alive=None, on_done=on_done)
+    engine.submit(direction, copies, after=engine.fence(), keep_alive=None, ends=Ends(on_done))
     if not done.wait(WAIT_S) or tickets[0].error:
         raise RuntimeError(f"a copy failed: {tickets}")
     return time.perf_counter() - start

@@ -22,7 +22,7 @@ import torch
 
 from millpond.arena.arena import Arena
 from millpond.arena.touch import touch
-from millpond.transfer import Copies, Direction
+from millpond.transfer import Copies, Direction, Ends
 from millpond.transfer.cuda import CudaDevice
 from millpond.transfer.measuring import log_measured
 from millpond.transfer.routes import Route, Routes
@@ -87,7 +87,9 @@ class Bench:
             copies,
             after=self.engine.fence(),
             keep_alive=self.arena,
-            on_done=lambda ticket: done.set() if ticket.error is None else sys.exit(ticket.error),
+            ends=Ends(
+                lambda ticket: done.set() if ticket.error is None else sys.exit(ticket.error)
+            ),
         )
         return done
 

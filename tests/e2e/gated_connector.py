@@ -12,7 +12,6 @@ Of each copy that is to fail there is a file ``failing-<kind>-<number>`` from th
 import os
 import threading
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 from millpond.config import ConnectorConfig
 from millpond.connector import MillpondConnector
 from millpond.connector.worker import WorkerSide
-from millpond.transfer import Copies, CopyEngine, Direction, Fence, Ticket
+from millpond.transfer import Copies, CopyEngine, Direction, Ends, Fence
 
 # While a store is held back the engine steps on, and ranks wait for each other by yielding in
 # a loop. With no more cores than ranks that has kept every other process waiting for up to a
@@ -75,23 +74,20 @@ class GatedCopyEngine:
         *,
         after: Fence,
         keep_alive: object,
-        on_done: Callable[[Ticket], None],
+        ends: Ends,
     ) -> None:
-        done = on_done
         if self._gates.is_set("fail", direction):
             self._gates.note_failing(direction)
             nothing = np.empty(0, np.uint64)
             copies = Copies(nothing, nothing, nothing)
-
-            def done(ticket: Ticket) -> None:
-                on_done(replace(ticket, error="the test lets it fail"))
-
+            on_done = ends.on_done
+            ends = Ends(lambda t: on_done(replace(t, error="the test lets it fail")))
         self._inner.submit(
             direction,
             copies,
             after=GatedFence(after, self._gates, direction),
             keep_alive=keep_alive,
-            on_done=done,
+            ends=ends,
         )
 
     def wait_idle(self, timeout_s: float) -> bool:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 if torch.cuda.is_available():
     from millpond.arena.arena import Arena
-    from millpond.transfer import Copies, Direction
+    from millpond.transfer import Copies, Direction, Ends
     from millpond.transfer.cuda import CudaDevice, CudaEvent
     from millpond.transfer.routes import Route, Routes
     from millpond.transfer.streams import StreamCopyEngine
@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest) -> "Iterator[tuple[StreamCopyEngine, 
             pages(direction, arena, gpu),
             after=made.fence(),
             keep_alive=arena,
-            on_done=lambda _, warm=warm: warm.set(),
+            ends=Ends(lambda _, warm=warm: warm.set()),
         )
         assert warm.wait(WAIT_S)
     yield made, arena
@@ -97,7 +97,7 @@ def test_a_store_waits_for_a_late_producer(engine: object, is_ordered: bool) -> 
             pages(Direction.STORE, arena, gpu),
             after=copier.fence() if is_ordered else early,
             keep_alive=arena,
-            on_done=lambda _: done.set(),
+            ends=Ends(lambda _: done.set()),
         )
     assert done.wait(WAIT_S)
     # The bytes at the moment of "done", not later.
@@ -129,7 +129,7 @@ def test_a_load_waits_for_a_late_reader_and_is_done_when_it_says_so(
             pages(Direction.LOAD, arena, gpu),
             after=copier.fence() if is_ordered else early,
             keep_alive=arena,
-            on_done=lambda _: done.set(),
+            ends=Ends(lambda _: done.set()),
         )
     assert done.wait(WAIT_S)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -151,7 +151,7 @@ def test_submitting_does_not_wait_for_the_device(engine: object) -> None:
         pages(Direction.STORE, arena, gpu),
         after=fence,
         keep_alive=arena,
-        on_done=lambda _: done.set(),
+        ends=Ends(lambda _: done.set()),
     )
     assert not fence.is_passed()
     assert not done.is_set()

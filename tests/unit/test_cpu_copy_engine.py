@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from millpond.transfer import Copies, CpuCopyEngine, Direction, Ticket
+from millpond.transfer import Copies, CpuCopyEngine, Direction, Ends, Ticket
 
 WAIT_S = 10.0
 
@@ -43,7 +43,7 @@ def test_nothing_is_copied_before_the_fence_is_passed(direction: Direction) -> N
     source, target = np.full(1 << 16, 7, np.uint8), np.zeros(1 << 16, np.uint8)
     fence, record = GateFence(), Recorder()
     engine.submit(
-        direction, copies_between(source, target), after=fence, keep_alive=None, on_done=record
+        direction, copies_between(source, target), after=fence, keep_alive=None, ends=Ends(record)
     )
     assert fence.asked.wait(WAIT_S)
     assert not target.any()
@@ -72,7 +72,7 @@ def test_done_is_said_after_the_last_byte() -> None:
         copies_between(source, target),
         after=engine.fence(),
         keep_alive=None,
-        on_done=on_done,
+        ends=Ends(on_done),
     )
     assert done.wait(WAIT_S)
     assert seen == [True]
@@ -88,7 +88,7 @@ def test_a_load_does_not_queue_behind_a_store() -> None:
         copies_between(source, target),
         after=blocked,
         keep_alive=None,
-        on_done=store,
+        ends=Ends(store),
     )
     assert blocked.asked.wait(WAIT_S)
     engine.submit(
@@ -96,7 +96,7 @@ def test_a_load_does_not_queue_behind_a_store() -> None:
         copies_between(source, target),
         after=engine.fence(),
         keep_alive=None,
-        on_done=load,
+        ends=Ends(load),
     )
     assert load.done.wait(WAIT_S)
     assert not store.done.is_set()
@@ -112,10 +112,10 @@ def test_a_closed_engine_finishes_what_is_queued_and_takes_no_more() -> None:
     source, target = np.ones(8, np.uint8), np.zeros(8, np.uint8)
     record = Recorder()
     copies = copies_between(source, target)
-    engine.submit(Direction.STORE, copies, after=engine.fence(), keep_alive=None, on_done=record)
+    engine.submit(Direction.STORE, copies, after=engine.fence(), keep_alive=None, ends=Ends(record))
     assert engine.close(WAIT_S)
     assert record.tickets
     with pytest.raises(ValueError, match="closed"):
         engine.submit(
-            Direction.STORE, copies, after=engine.fence(), keep_alive=None, on_done=record
+            Direction.STORE, copies, after=engine.fence(), keep_alive=None, ends=Ends(record)
         )

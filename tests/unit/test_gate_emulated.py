@@ -203,12 +203,22 @@ def test_there_is_one_route_without_a_gpu(device: EmulatedDevice) -> None:
 
 
 def test_both_ways_onto_a_stream_are_taken(device: EmulatedDevice) -> None:
-    """Some pages are enqueued by who submits them, more by the lane's thread."""
+    """Some copies find room behind a fence that is not passed, more have to wait for it."""
     stream = device.copier(Route.LOOP).stream(Direction.STORE)
-    nothing = np.zeros(max(size.num_pages for _, size in device.routes), np.uint64)
-    quick = {
-        stream.is_quick(Copies(*(nothing[: size.num_pages] for _ in range(3))))
-        for _, size in device.routes
-    }
+    with device.on(Where.WORK):
+        hold = device.hold(LONG_S)
+        fence = device.copier(Route.LOOP).fence()
+    waits: list[bool] = []
+    for _, size in device.routes:
+        nothing = np.zeros(size.num_pages * 2 // 3, np.uint64)
+        copies = Copies(nothing, nothing, nothing)
+        stream.wait_for(fence)
+        rooms: list[bool] = []
+        for start in range(0, len(nothing), stream.portion(copies)):
+            some = copies.part(slice(start, start + stream.portion(copies)))
+            rooms.append(stream.awaited(some) is None)
+            stream.copy(some)
+        waits.append(not all(rooms))
+    hold.release()
     assert stream.close(LONG_S)
-    assert quick == {True, False}
+    assert waits == [False, True]

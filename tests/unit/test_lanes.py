@@ -2,47 +2,60 @@
 
 import queue
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from millpond.transfer import Copies, Direction, Ticket
+from millpond.transfer import Copies, Direction, Ends, Ticket
 from millpond.transfer.cpu import CpuDevice, PassedFence
-from millpond.transfer.device import Fence
+from millpond.transfer.device import Event, Fence
 from millpond.transfer.streams import StreamCopyEngine
 from millpond.transfer.threads import ThreadEvent, ThreadStream
+from tests.waiting import eventually
 
 WAIT_S = 10.0
-FEW, MANY = 1, 2
+FEW, PORTION, MANY = 1, 2, 6
 
 
 class SlowStream:
-    """Takes its time to enqueue many copies; notes what was enqueued, and by whom."""
+    """Has no room for a second portion until the test says so; notes who enqueued what."""
 
     def __init__(self) -> None:
         self.inner = ThreadStream("test")
         self.taken: list[tuple[int, str]] = []
-        self.is_in_copy = threading.Event()
-        self.may_go_on = threading.Event()
+        self.room = ThreadEvent()
+        self.is_full = threading.Event()
+        self.may_end = threading.Event()
+        self.may_end.set()
 
-    def is_quick(self, copies: Copies) -> bool:
-        return len(copies.lengths) < MANY
+    def portion(self, copies: Copies) -> int:
+        del copies
+        return PORTION
+
+    def awaited(self, copies: Copies) -> Event | None:
+        if not self.taken or self.room.is_passed() or len(copies.lengths) < PORTION:
+            return None
+        self.is_full.set()
+        return self.room
 
     def wait_for(self, fence: Fence) -> None:
         self.inner.wait_for(fence)
 
     def copy(self, copies: Copies) -> object:
-        if not self.is_quick(copies):
-            self.is_in_copy.set()
-            assert self.may_go_on.wait(WAIT_S)
         self.taken.append((len(copies.lengths), threading.current_thread().name))
         return self.inner.copy(copies)
 
     def record(self) -> ThreadEvent:
+        self.inner.enqueue(lambda: _wait_set(self.may_end))
         return self.inner.record()
 
     def close(self, timeout_s: float) -> bool:
         return self.inner.close(timeout_s)
+
+
+def _wait_set(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
 
 
 class SlowDevice(CpuDevice):
@@ -54,7 +67,12 @@ class SlowDevice(CpuDevice):
         return self.streams[direction]
 
 
-def submit(engine: StreamCopyEngine, direction: Direction, num_copies: int) -> threading.Event:
+def submit(
+    engine: StreamCopyEngine,
+    direction: Direction,
+    num_copies: int,
+    on_landed: Callable[[], None] | None = None,
+) -> threading.Event:
     """Submit copies of nothing to nowhere."""
     nothing = np.zeros(num_copies, np.uint64)
     done = threading.Event()
@@ -63,29 +81,86 @@ def submit(engine: StreamCopyEngine, direction: Direction, num_copies: int) -> t
         Copies(nothing, nothing, nothing),
         after=PassedFence(),
         keep_alive=None,
-        on_done=lambda _: done.set(),
+        ends=Ends(lambda _: done.set(), on_landed),
     )
     return done
 
 
-def test_many_copies_do_not_hold_up_who_submits_them_and_few_are_not_handed_on() -> None:
+def test_who_submits_hands_over_what_there_is_room_for_and_the_lane_the_rest() -> None:
     device = SlowDevice()
     engine = StreamCopyEngine(device)
     me = threading.current_thread().name
     stream = device.streams[Direction.LOAD]
-    assert submit(engine, Direction.LOAD, FEW).wait(WAIT_S)
-    many = submit(engine, Direction.LOAD, MANY)  # comes back though the stream does not
-    assert stream.is_in_copy.wait(WAIT_S)
+    many = submit(engine, Direction.LOAD, MANY)  # comes back though the stream is full
+    assert stream.taken == [(PORTION, me)]
     few = submit(engine, Direction.LOAD, FEW)
     assert submit(engine, Direction.STORE, FEW).wait(WAIT_S)  # another lane
     assert not many.is_set()
     assert not few.is_set()
-    stream.may_go_on.set()
+    stream.room.pass_now(None)
     assert many.wait(WAIT_S)
     assert few.wait(WAIT_S)
-    assert [number for number, _ in stream.taken] == [FEW, MANY, FEW]
-    assert stream.taken[0][1] == me
-    assert stream.taken[1][1] != me
+    assert [number for number, _ in stream.taken] == [PORTION, PORTION, PORTION, FEW]
+    assert {thread for _, thread in stream.taken[1:]} == {"millpond-load-enqueue"}
+    assert engine.close(WAIT_S)
+
+
+def test_who_submits_goes_on_while_it_comes_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millpond.transfer.streams._STEP_S", WAIT_S)  # the lane's thread waits
+    device = SlowDevice()
+    engine = StreamCopyEngine(device)
+    me = threading.current_thread().name
+    stream = device.streams[Direction.LOAD]
+    many = submit(engine, Direction.LOAD, MANY)
+    engine.step()  # no room, and no wait
+    assert stream.taken == [(PORTION, me)]
+    stream.room.pass_now(None)
+    engine.step()
+    assert stream.taken == [(PORTION, me)] * 2
+    engine.step()
+    assert many.wait(WAIT_S)
+    assert stream.taken == [(PORTION, me)] * 3
+    assert engine.close(WAIT_S)
+
+
+def comes_by(engine: StreamCopyEngine, told: list[str]) -> bool:
+    engine.step()
+    return bool(told)
+
+
+def test_a_landing_is_told_of_once_by_who_comes_by_or_before_the_end() -> None:
+    device = SlowDevice()
+    engine = StreamCopyEngine(device)
+    stream = device.streams[Direction.LOAD]
+    stream.may_end.clear()
+    told: list[str] = []
+    done = submit(engine, Direction.LOAD, FEW, lambda: told.append(threading.current_thread().name))
+    engine.step()
+    assert told == []  # enqueued is not landed
+    stream.may_end.set()
+    eventually(lambda: comes_by(engine, told), "the load lands", timeout_s=WAIT_S)
+    assert done.wait(WAIT_S)
+    engine.step()
+    assert len(told) == 1
+    untold = submit(engine, Direction.LOAD, FEW, lambda: told.append("ended"))  # nobody comes by
+    assert untold.wait(WAIT_S)
+    assert told[1:] == ["ended"]
+    assert engine.close(WAIT_S)
+
+
+def test_what_fails_does_not_land() -> None:
+    device = SlowDevice()
+    engine = StreamCopyEngine(device)
+    stream = device.streams[Direction.LOAD]
+    told: list[str] = []
+
+    def fail() -> None:
+        raise OSError("planted")
+
+    stream.inner.enqueue(fail)
+    assert submit(engine, Direction.LOAD, FEW, lambda: told.append("landed")).wait(WAIT_S)
+    engine.step()
+    assert told == []
     assert engine.close(WAIT_S)
 
 
@@ -94,12 +169,38 @@ def test_a_lane_that_is_closed_finishes_what_waits() -> None:
     engine = StreamCopyEngine(device)
     stream = device.streams[Direction.STORE]
     many, few = submit(engine, Direction.STORE, MANY), submit(engine, Direction.STORE, FEW)
-    assert stream.is_in_copy.wait(WAIT_S)
+    assert stream.is_full.wait(WAIT_S)
     assert not engine.close(0.0)
-    stream.may_go_on.set()
+    stream.room.pass_now(None)
     assert engine.close(WAIT_S)
     assert many.is_set()
     assert few.is_set()
+
+
+class FullStream(SlowStream):
+    """Never has room for a second portion."""
+
+    def awaited(self, copies: Copies) -> Event | None:
+        del copies
+        return self.room if self.taken else None
+
+
+def test_a_failure_of_what_is_waited_for_is_the_error_of_who_waits() -> None:
+    device = SlowDevice()
+    device.streams[Direction.LOAD] = FullStream()
+    engine = StreamCopyEngine(device)
+    tickets: queue.Queue[Ticket] = queue.Queue()
+    nothing = np.zeros(MANY, np.uint64)
+    engine.submit(
+        Direction.LOAD,
+        Copies(nothing, nothing, nothing),
+        after=PassedFence(),
+        keep_alive=None,
+        ends=Ends(tickets.put),
+    )
+    device.streams[Direction.LOAD].room.pass_now("the device is gone")
+    assert tickets.get(timeout=WAIT_S).error == "the device is gone"
+    assert engine.close(WAIT_S)
 
 
 class BrokenStream(SlowStream):
@@ -122,7 +223,7 @@ class BrokenStream(SlowStream):
         return self.inner.record()
 
 
-@pytest.mark.parametrize("num_copies", [FEW, MANY], ids=["caller's thread", "lane's thread"])
+@pytest.mark.parametrize("num_copies", [FEW, MANY], ids=["one portion", "several"])
 @pytest.mark.parametrize("place", ["copy", "record"])
 def test_what_nobody_thought_of_is_the_error_of_its_copies_and_no_more(
     place: str, num_copies: int
@@ -138,7 +239,7 @@ def test_what_nobody_thought_of_is_the_error_of_its_copies_and_no_more(
             Copies(nothing, nothing, nothing),
             after=PassedFence(),
             keep_alive=None,
-            on_done=tickets.put,
+            ends=Ends(tickets.put),
         )
         assert tickets.get(timeout=WAIT_S).error == f"no {place} today"
     broken.place = "nowhere"
@@ -158,7 +259,7 @@ def test_an_end_that_fails_does_not_end_the_lane() -> None:
         Copies(nothing, nothing, nothing),
         after=PassedFence(),
         keep_alive=None,
-        on_done=fail,
+        ends=Ends(fail),
     )
     assert submit(engine, Direction.STORE, FEW).wait(WAIT_S)
     assert engine.close(WAIT_S)

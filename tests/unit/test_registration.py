@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from millpond.model.limits import GIB
-from millpond.transfer import cudart
+from millpond.transfer import cudart, registration
 from millpond.transfer.registration import Registration
 
 WAIT_S = 10.0
-SIZE = 14 * GIB  # pieces of 2, 4 and 8 GiB
+SIZE = 3 * GIB  # three pieces
 
 
 class Driver:
@@ -43,6 +43,7 @@ def register(**calls: Any) -> Registration:  # noqa: ANN401
     arena: Any = SimpleNamespace(address=0, size_bytes=SIZE, extent_bytes=GIB)
     nothing: Any = lambda *_: None  # noqa: E731
     usual = {"prepare": nothing, "on_first": nothing, "on_failure": nothing}
+    usual["is_busy"] = lambda: False
     return Registration(arena, **(usual | calls))
 
 
@@ -59,20 +60,20 @@ def test_the_first_piece_counts_once_it_has_been_told_of(driver: Driver) -> None
     may_tell.set()
     assert made[0].wait(WAIT_S)
     assert counted == [False]
-    assert driver.registered == {0, 2 * GIB, 6 * GIB}
+    assert driver.registered == {0, GIB, 2 * GIB}
     made[0].undo(WAIT_S)
     assert driver.registered == set()
     assert not made[0].covers(1)
 
 
 def test_a_piece_that_is_refused_is_told_of_and_what_lies_before_it_serves(driver: Driver) -> None:
-    driver.refused.add(6 * GIB)
+    driver.refused.add(2 * GIB)
     told: list[str] = []
     made = register(on_failure=told.append)
     assert not made.wait(WAIT_S)
-    assert made.covers(6 * GIB)
-    assert not made.covers(6 * GIB + 1)
-    assert "8 GiB at 6 GiB not registered: no room; raise the limit" in told[0]
+    assert made.covers(2 * GIB)
+    assert not made.covers(2 * GIB + 1)
+    assert "1 GiB at 2 GiB not registered: no room; raise the limit" in told[0]
 
 
 def test_a_thread_that_cannot_begin_is_told_of(driver: Driver) -> None:
@@ -87,11 +88,32 @@ def test_a_thread_that_cannot_begin_is_told_of(driver: Driver) -> None:
     assert driver.registered == set()
 
 
+def test_a_device_that_others_use_is_left_to_them_as_long_as_a_piece_took(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_s = [0.0]
+
+    def register_for_an_hour(address: int, _num_bytes: int) -> None:
+        late_s[0] += 3600.0
+        driver.registered.add(address)
+
+    monkeypatch.setattr(cudart, "register_host", register_for_an_hour)
+    monkeypatch.setattr(registration, "time", SimpleNamespace(monotonic=lambda: late_s[0]))
+    asked = threading.Semaphore(0)
+    made = register(is_busy=lambda: asked.release() or True)
+    for _ in range(2):  # each of the two threads has one piece
+        assert asked.acquire(timeout=WAIT_S)
+    assert not made.wait(0.3)
+    assert driver.registered == {0, GIB}
+    made.undo(WAIT_S)  # and the pause is over
+    assert driver.registered == set()
+
+
 def test_a_piece_in_progress_while_it_is_undone_undoes_itself(driver: Driver) -> None:
-    driver.held[2 * GIB] = threading.Event()
+    driver.held[GIB] = threading.Event()
     made = register()
     assert driver.asked.wait(WAIT_S)
     made.undo(0.0)
-    driver.held[2 * GIB].set()
+    driver.held[GIB].set()
     made.wait(WAIT_S)
     assert driver.registered == set()

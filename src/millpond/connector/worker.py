@@ -30,7 +30,7 @@ from millpond.model.errors import DaemonGone, ExpectedError, UnsupportedEngine
 from millpond.model.limits import LINK_PROBLEM_LENGTH_MAX
 from millpond.service.client import ReplicaIdentity, WorkerClient
 from millpond.service.protocol import Link as LinkMessage
-from millpond.transfer import Copies, CopyEngine, Direction, Fence, plan_copies
+from millpond.transfer import Copies, CopyEngine, Direction, Ends, Fence, plan_copies
 from millpond.transfer.checksums import Checked, Checksums, Summed
 from millpond.transfer.copies import LayerMemory
 from millpond.transfer.link import LinkReport
@@ -136,6 +136,7 @@ class WorkerSide:
         Only requests that the scheduler keeps for their stores are in the first set; those
         whose loads failed are in the second set too.
         """
+        self._copy_engine.step()
         with self._lock:
             sent = {r for r in self._delayed if r not in self._num_stores}
             self._delayed -= sent
@@ -173,7 +174,13 @@ class WorkerSide:
                 if failure is not None:
                     self._results.loads_failed[job.request_id] = failure
                     self._failed.add(job.request_id)
-                self._loaded.add(job.request_id)
+                if failure is not None or self._checksums.is_on:
+                    self._loaded.add(job.request_id)
+
+    def _note_loaded(self, job: Job) -> None:
+        """Let the engine use what a load has brought; its lease may end later."""
+        with self._lock:
+            self._loaded.add(job.request_id)
 
     def _end_store(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
         is_good = False  # until its sums are written: those of an earlier block may stand there
@@ -298,7 +305,10 @@ class WorkerSide:
                         self._copies(direction, job, client.arena),
                         after=after,
                         keep_alive=client.arena,
-                        on_done=lambda ticket: end(job, client, ticket.error),
+                        ends=Ends(
+                            lambda ticket: end(job, client, ticket.error),
+                            self._landing(direction, job),
+                        ),
                     )
                     return
             else:
@@ -308,6 +318,12 @@ class WorkerSide:
                 self._unended.append((job.session, job.lease_id))
                 client = None
         end(job, client, refusal)
+
+    def _landing(self, direction: Direction, job: Job) -> Callable[[], None] | None:
+        """Return what is to be done when a job's copies have landed, before it ends."""
+        if direction is Direction.STORE or self._checksums.is_on:
+            return None  # a store is there once it is committed, a load to be checked once it has
+        return lambda: self._note_loaded(job)
 
     def _refusal(self, job: Job, arena: Arena) -> str | None:
         """Return why a job may not touch the arena, or None."""

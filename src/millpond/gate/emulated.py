@@ -32,13 +32,14 @@ from millpond.model.limits import KIB
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Device, Event, Fence, Stream
 from millpond.transfer.routes import Route
-from millpond.transfer.threads import ThreadStream
+from millpond.transfer.threads import ThreadEvent, ThreadStream
 
-_QUICK_COPIES_MAX: Final = 16
+_PORTION_COPIES: Final = 8
+_BEHIND_A_FENCE_MAX: Final = 12
 _SIZES: Final = (
-    # Enqueued by the lane's thread, and by who submits it.
+    # Enqueued at once, and, of two thirds of the pages, the last portion behind the fence only.
+    Size(num_pages=15, page_bytes=16 * KIB),
     Size(num_pages=24, page_bytes=16 * KIB),
-    Size(num_pages=_QUICK_COPIES_MAX, page_bytes=16 * KIB),
 )
 _PRIORITIES: Final = {Direction.LOAD: -1, Direction.STORE: 0}
 _COPIES_BYTES_MAX: Final = 1024 * KIB
@@ -102,6 +103,8 @@ class EmulatedStream(ThreadStream):
         self.blocking = blocking
         self._device = device
         self._priority = priority
+        self._fence: ThreadEvent | None = None
+        self._num_behind = 0
         self.is_closed = False
 
     def append(self, work: Callable[[], None]) -> None:
@@ -116,12 +119,27 @@ class EmulatedStream(ThreadStream):
             self.append(lambda passed=passed: _wait_set(passed))
         self.append(work)
 
-    def is_quick(self, copies: Copies) -> bool:
-        """Return True for few copies: many are enqueued by another thread."""
-        return len(copies.lengths) <= _QUICK_COPIES_MAX
+    def wait_for(self, fence: Fence) -> None:
+        """As every stream of threads; the copies behind the fence are counted."""
+        self._fence = fence if isinstance(fence, ThreadEvent) else None
+        self._num_behind = 0
+        super().wait_for(fence)
+
+    def portion(self, copies: Copies) -> int:
+        """Return a small number, as small as it takes for there to be several."""
+        del copies
+        return _PORTION_COPIES
+
+    def awaited(self, copies: Copies) -> Event | None:
+        """Return the fence while it is not passed and many copies are behind it."""
+        if self._fence is None or self._fence.is_passed():
+            return None
+        num_behind = self._num_behind + len(copies.lengths)
+        return self._fence if num_behind > _BEHIND_A_FENCE_MAX else None
 
     def copy(self, copies: Copies) -> object:
         """Queue copies whose addresses lie in a table on the device; see the module."""
+        self._num_behind += len(copies.lengths)
         table = np.stack([copies.sources, copies.targets, copies.lengths])
         staged = _Staged()
         weakref.finalize(staged, self._device.reuse_table, table)

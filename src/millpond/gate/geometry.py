@@ -24,7 +24,7 @@ from millpond.model import layout
 from millpond.model.limits import SLOT_ALIGNMENT_BYTES
 from millpond.transfer import copies
 from millpond.transfer.copies import Copies, Direction, LayerMemory
-from millpond.transfer.engine import Ticket
+from millpond.transfer.engine import Ends, Ticket
 from millpond.transfer.routes import Route
 
 _ITEM_BYTES: Final = 2
@@ -261,7 +261,7 @@ class _Scene:
             Copies.concatenate(planned),
             after=self._path.engine.fence(),
             keep_alive=arena,
-            on_done=on_done,
+            ends=Ends(on_done),
         )
         if not done.wait(_DONE_S_MAX) or tickets[0].error is not None:
             raise RuntimeError(f"the copies of {geometry.name!r} did not end: {tickets}")

@@ -27,7 +27,7 @@ from millpond.pool.store import Store
 from millpond.transfer import copies
 from millpond.transfer.copies import Copies, Direction, LayerMemory
 from millpond.transfer.device import Event, Fence
-from millpond.transfer.engine import Ticket
+from millpond.transfer.engine import Ends, Ticket
 from millpond.transfer.streams import InFlight, Lane, StreamCopyEngine, Submission
 
 DELAY_S_MIN: Final = 1.0
@@ -133,18 +133,28 @@ def _end_on_another_stream(direction: Direction) -> Break:
     return broken
 
 
+def _landed_unasked(device: GateDevice) -> AbstractContextManager[object]:
+    del device
+
+    def mutated(lane: Lane, item: InFlight) -> bool:
+        del lane, item
+        return True
+
+    return patch.object(Lane, "_has_landed", mutated)
+
+
 def _lease_ends_at_submission(device: GateDevice) -> AbstractContextManager[object]:
     del device
     original = Lane.put
 
     def mutated(lane: Lane, submission: Submission) -> None:
-        on_done = submission.on_done
+        on_done = submission.ends.on_done
         ticket = Ticket(submission.direction, submission.copies.num_bytes, 0, None)
         # Not in this thread, which is the caller's: the engine never calls back there.
         early = threading.Thread(target=on_done, args=(ticket,))
         early.start()
         early.join()
-        original(lane, replace(submission, on_done=_ignore))
+        original(lane, replace(submission, ends=Ends(_ignore)))
 
     return patch.object(Lane, "put", mutated)
 
@@ -285,6 +295,7 @@ MUTANTS: Final = (
     Mutant(Edge.E3, "load-fence-on-legacy-stream", _E3, _fence_on_legacy_stream),
     Mutant(Edge.E4, "load-done-when-enqueued", _E4, _done_when_enqueued(_LOAD)),
     Mutant(Edge.E4, "load-end-on-another-stream", _E4, _end_on_another_stream(_LOAD)),
+    Mutant(Edge.E4, "load-landed-without-asking", _E4, _landed_unasked),
     Mutant(
         Edge.E5,
         "slots-of-an-ended-session-not-quarantined",

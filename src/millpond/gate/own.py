@@ -17,7 +17,7 @@ from millpond.gate.paths import Completion, Promise, Room
 from millpond.model.limits import SLOT_ALIGNMENT_BYTES
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import Device, Event, Fence, Stream
-from millpond.transfer.engine import Ticket
+from millpond.transfer.engine import Ends, Ticket
 from millpond.transfer.streams import StreamCopyEngine
 
 READY_S_MAX: Final = 60.0
@@ -94,8 +94,11 @@ class _WatchedStream:
     def wait_for(self, fence: Fence) -> None:
         self._stream.wait_for(fence)
 
-    def is_quick(self, copies: Copies) -> bool:
-        return self._stream.is_quick(copies)
+    def portion(self, copies: Copies) -> int:
+        return self._stream.portion(copies)
+
+    def awaited(self, copies: Copies) -> Event | None:
+        return self._stream.awaited(copies)
 
     def copy(self, copies: Copies) -> object:
         return self._watch.watch(self._stream.copy(copies))
@@ -108,11 +111,16 @@ class _WatchedStream:
 
 
 class OwnCompletion:
-    """What ``on_done`` has said."""
+    """What ``on_landed`` and ``on_done`` have said, to who comes by as the connector does."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
         self._done = threading.Event()
         self.error: str | None = None
+
+    def land(self) -> None:
+        """Take note that the bytes are said to be there."""
+        self._done.set()
 
     def __call__(self, ticket: Ticket) -> None:
         """Take note of the end of a submission."""
@@ -121,6 +129,7 @@ class OwnCompletion:
 
     def is_done(self) -> bool:
         """Say whether the engine has reported the end, without an error."""
+        self._step()
         return self._done.is_set() and self.error is None
 
     def wait(self, timeout_s: float) -> bool:
@@ -172,7 +181,7 @@ class OwnPath:
         on_done: Callable[[Ticket], None] | None = None,
     ) -> OwnCompletion:
         """Submit the copies; ``on_done`` is called before the completion is done."""
-        completion = OwnCompletion()
+        completion = OwnCompletion(self.engine.step)
 
         def end(ticket: Ticket) -> None:
             if on_done is not None:
@@ -184,7 +193,8 @@ class OwnPath:
             self._copies(direction, pairs),
             after=self.engine.fence(),
             keep_alive=keep_alive,
-            on_done=end,
+            # As the connector: a load is there when it has landed, a store when committed.
+            ends=Ends(end, completion.land if direction is Direction.LOAD else None),
         )
         return completion
 

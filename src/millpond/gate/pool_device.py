@@ -23,7 +23,7 @@ from millpond.model.limits import BLOCKS_PER_RESERVE_MAX, GIB, MIB
 from millpond.transfer.copies import Copies, Direction, LayerMemory, plan_copies
 from millpond.transfer.cpu import CpuDevice
 from millpond.transfer.device import CopyFailed, Device
-from millpond.transfer.engine import Ticket
+from millpond.transfer.engine import Ends, Ticket
 from millpond.transfer.streams import StreamCopyEngine
 
 NUM_LAYERS: Final = 8
@@ -140,7 +140,7 @@ class Mover:
             is_done.set()
 
         self._engine.submit(
-            direction, copies, after=self._engine.fence(), keep_alive=arena, on_done=on_done
+            direction, copies, after=self._engine.fence(), keep_alive=arena, ends=Ends(on_done)
         )
         if not is_done.wait(_COPY_S_MAX):
             raise CopyFailed(

@@ -3,13 +3,14 @@
 from millpond.transfer.copies import Copies, Direction, plan_copies
 from millpond.transfer.cpu import CpuCopyEngine
 from millpond.transfer.device import Fence
-from millpond.transfer.engine import CopyEngine, Ticket
+from millpond.transfer.engine import CopyEngine, Ends, Ticket
 
 __all__ = [
     "Copies",
     "CopyEngine",
     "CpuCopyEngine",
     "Direction",
+    "Ends",
     "Fence",
     "Ticket",
     "plan_copies",

@@ -81,6 +81,11 @@ class Checksums:
         self._chance = chance
         self._hash = page_hash() if check_ratio else None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether sums are written and compared at all."""
+        return self._hash is not None
+
     def write(self, arena: Arena, slots: Iterable[Summed]) -> None:
         """Sum up slots whose bytes have landed, before anybody is told of them."""
         for slot in slots:

@@ -36,6 +36,10 @@ class Copies:
         """Bytes that these copies move."""
         return int(self.lengths.sum())
 
+    def part(self, some: slice | NDArray[np.bool_]) -> "Copies":
+        """Return some of these."""
+        return Copies(self.sources[some], self.targets[some], self.lengths[some])
+
     @staticmethod
     def concatenate(copies: Sequence["Copies"]) -> "Copies":
         """Return all of ``copies`` as one, in order."""

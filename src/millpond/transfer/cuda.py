@@ -6,7 +6,8 @@ one that ``streams.py`` or ``staging.py`` makes.
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -17,7 +18,7 @@ from millpond.arena.arena import Arena
 from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Fence, Stream
-from millpond.transfer.feed import CALLS_MAX, Feed
+from millpond.transfer.feed import CALLS_MAX, COPIES_MAX, PORTION_COPIES, Feed
 from millpond.transfer.kernel import PageTable, can_copy
 from millpond.transfer.link import LinkReport, LinkSpeed
 from millpond.transfer.measuring import Measured, Sample, log_measured, measure
@@ -31,10 +32,12 @@ logger = logging.getLogger("vllm.millpond")
 
 _UNDO_S = 60.0
 _MEASURED_AGAIN_MAX: Final = 3
-_QUICK_COPIES_MAX: Final = 3072
-"""Copies that the driver takes within 2 ms (0.6 us each on an H200's host)."""
+_BUSY_S: Final = 0.5
+"""An engine that has not made a step for so long is idle."""
 _BEHIND_A_FENCE_MAX: Final = 4096
-"""Copies that are enqueued behind a fence while it is not passed; twice as many were fine."""
+"""Copies on a stream behind a fence while it is not passed; twice as many were fine."""
+_PORTIONS: Final = {Route.BATCH: PORTION_COPIES, Route.STAGED: 1024, Route.KERNEL: 4096}
+"""Copies that are handed over at a time, by route."""
 _KERNEL_PROGRAMS: Final = 32
 """Programs of the kernel over the link, each on one of the GPU's 132 multiprocessors (H200)."""
 _PRIORITIES: Final = {Direction.LOAD: -1, Direction.STORE: 0}
@@ -48,8 +51,11 @@ class CudaEvent:
         self.event = event
 
     def is_passed(self) -> bool:
-        """Say whether the device has come past the event."""
-        return self.event.query()
+        """Say whether the device has come past the event; ``CopyFailed`` if the device failed."""
+        try:
+            return self.event.query()
+        except RuntimeError as failure:  # how torch reports a failed device
+            raise CopyFailed(str(failure)) from failure
 
     def wait(self) -> None:
         """Wait, asleep, until the device has come past it; ``CopyFailed`` if the device failed."""
@@ -89,21 +95,32 @@ class CudaStream:
             raise CopyFailed(f"a fence of type {type(fence).__name__}, not of this device")
         try:
             self._stream.wait_event(fence.event)
+            if self._stager is not None:
+                self._stager.wait_for(fence.event)
         except RuntimeError as failure:
             raise CopyFailed(str(failure)) from failure
         self._fence = fence
 
-    def is_quick(self, copies: Copies) -> bool:
-        """Say whether the driver takes the copies within 2 ms, and no wait comes before."""
-        num_copies = len(copies.lengths)
-        if num_copies > _QUICK_COPIES_MAX or not self._feed.has_room(num_copies):
-            return False
+    def portion(self, copies: Copies) -> int:
+        """Return how many are handed over at a time: those that take half a millisecond."""
+        portions = [
+            CALLS_MAX if _is_by_calls(route) else _PORTIONS[route]
+            for route in self._routes_of(copies)
+        ]
+        return min(portions, default=1)
+
+    def awaited(self, copies: Copies) -> CudaEvent | None:
+        """Return the fence, or the end of earlier copies, where the stream would be too full."""
         routes = self._routes_of(copies)
-        if _needs_calls(routes) and not self._feed.has_room(num_copies, CALLS_MAX):
-            return False
-        if Route.STAGED not in routes or self._stager is None:
-            return True
-        return self._stager.has_room(copies.num_bytes)
+        num_copies = len(copies.lengths)
+        is_held = self._fence is not None and not self._fence.is_passed()
+        num_max = _BEHIND_A_FENCE_MAX if is_held else COPIES_MAX
+        if any(_is_by_calls(route) for route in routes):
+            num_max = CALLS_MAX
+        event = self._feed.awaited(num_copies, num_max)
+        if event is None and Route.STAGED in routes and self._stager is not None:
+            event = self._stager.awaited(copies.num_bytes)
+        return None if event is None else CudaEvent(event)
 
     def _routes_of(self, copies: Copies) -> dict[Route, list[int]]:
         """Return the routes of the copies, and the lengths that go each."""
@@ -114,18 +131,11 @@ class CudaStream:
         return found
 
     def copy(self, copies: Copies) -> object:
-        """Enqueue the copies, each by the route of its size.
-
-        So many that a stream may not hold them are enqueued when the fence has been passed.
-        """
-        by_route = self._routes_of(copies)
-        num_max = CALLS_MAX if _needs_calls(by_route) else _BEHIND_A_FENCE_MAX
-        if self._fence is not None and len(copies.lengths) > num_max:
-            self._fence.wait()
+        """Enqueue a portion, each page by the route of its size."""
         try:
             return [
-                self._enqueue(route, _chosen(copies, lengths))
-                for route, lengths in by_route.items()
+                self._enqueue(route, copies.part(np.isin(copies.lengths, lengths)))
+                for route, lengths in self._routes_of(copies).items()
             ]
         except (cudart.CudaFailed, RuntimeError) as failure:  # torch and Triton raise the latter
             raise CopyFailed(str(failure)) from failure
@@ -168,6 +178,8 @@ class CudaStream:
         """Return an event behind everything that was enqueued so far."""
         event = torch.cuda.Event(blocking=True)
         try:
+            if self._stager is not None:
+                self._stager.join()
             event.record(self._stream)
         except RuntimeError as failure:
             raise CopyFailed(str(failure)) from failure
@@ -178,14 +190,20 @@ class CudaStream:
         return timeout_s >= 0
 
 
-def _needs_calls(routes: Collection[Route]) -> bool:
-    """Say whether some copies are handed over one by one."""
-    return Route.LOOP in routes or not cudart.has_batch_copy()
+def hand_over(stream: CudaStream, copies: Copies) -> object:
+    """Enqueue all portions of some copies, waiting where there is no room."""
+    held: list[object] = []
+    size = stream.portion(copies)
+    for start in range(0, len(copies.lengths), size):
+        some = copies.part(slice(start, start + size))
+        while (awaited := stream.awaited(some)) is not None:
+            awaited.wait()
+        held.append(stream.copy(some))
+    return held
 
 
-def _chosen(copies: Copies, lengths: Sequence[int]) -> Copies:
-    some = np.isin(copies.lengths, lengths)
-    return Copies(copies.sources[some], copies.targets[some], copies.lengths[some])
+def _is_by_calls(route: Route) -> bool:
+    return route is Route.LOOP or (route is Route.BATCH and not cudart.has_batch_copy())
 
 
 class CudaDevice:
@@ -212,6 +230,11 @@ class CudaDevice:
         """Taken to change the report and to tell of it: several threads do."""
         self._region = HostRegion(0, 1)
         self.registration: Registration | None = None
+        self._stepped_s = -_BUSY_S
+
+    def note_step(self) -> None:
+        """Take note that the engine is at work."""
+        self._stepped_s = time.monotonic()
 
     def fence(self) -> Fence:
         """Return a fence behind all work on the calling thread's current stream."""
@@ -241,6 +264,7 @@ class CudaDevice:
             prepare=self.enter_thread,
             on_first=self._measure_once,
             on_failure=lambda problem: self._tell(problem=problem),
+            is_busy=lambda: time.monotonic() - self._stepped_s < _BUSY_S,
         )
 
     def is_ready(self, end_offset: int) -> bool:
@@ -271,8 +295,9 @@ class CudaDevice:
 
         def copy(direction: Direction, route: Route, copies: Copies, num_times: int) -> None:
             only[0] = Routes.only(route)
-            held = [streams[direction].copy(copies) for _ in range(num_times)]
-            streams[direction].record().wait()
+            stream = streams[direction]
+            held = [hand_over(stream, copies) for _ in range(num_times)]
+            stream.record().wait()
             del held  # until here it was in use
 
         return measure(self._device, copy, sample)
@@ -318,4 +343,10 @@ class CudaCopyEngine(StreamCopyEngine):
     def __init__(
         self, device: torch.device, *, on_link: Callable[[LinkReport], None] | None = None
     ) -> None:
-        super().__init__(CudaDevice(device, on_link=on_link))
+        self._cuda = CudaDevice(device, on_link=on_link)
+        super().__init__(self._cuda)
+
+    def step(self) -> None:
+        """As every engine's; and the registration of an arena lets this one go first."""
+        self._cuda.note_step()
+        super().step()

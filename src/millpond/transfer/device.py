@@ -36,12 +36,15 @@ class Event(Fence, Protocol):
 class Stream(Protocol):
     """A queue of the device: its work runs in order, and unordered against other streams.
 
-    Used by one thread at a time. Only ``copy`` may wait for the device, and only where it is
-    not quick.
+    Used by one thread at a time, and none of it waits for the device.
     """
 
-    def is_quick(self, copies: Copies) -> bool:
-        """Say whether enqueuing ``copies`` takes a thread at most some 2 ms."""
+    def portion(self, copies: Copies) -> int:
+        """Return how many copies, like these, are handed over at a time."""
+        ...
+
+    def awaited(self, copies: Copies) -> Event | None:
+        """Return what has to be waited for before there is room for a portion; None if nothing."""
         ...
 
     def wait_for(self, fence: Fence) -> None:

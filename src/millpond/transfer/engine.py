@@ -5,7 +5,7 @@ The edges that every engine must keep, with the names of docs/ORDERING.md:
     E1  a store reads a page only after the kernels that write it   (``after`` of a store)
     E2  a commit follows the last byte in host memory               (``on_done``)
     E3  a load writes a page only after its earlier uses            (``after`` of a load)
-    E4  the model reads a page only after the load's last byte      (``on_done``)
+    E4  the model reads a page only after the load's last byte      (``on_landed``, ``on_done``)
     E5  a slot is reused only after the copies from and to it       (leases end in ``on_done``)
     E6  memory outlives the copies that use it                      (``keep_alive``)
 """
@@ -29,11 +29,20 @@ class Ticket:
     error: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Who is told of the end of a submission, and of its landing: see ``CopyEngine``."""
+
+    on_done: Callable[[Ticket], None]
+    on_landed: Callable[[], None] | None = None
+
+
 class CopyEngine(Protocol):
     """Runs copies in order, one lane a direction, loads never behind stores.
 
     ``on_done`` is called once for every submission, from the engine's own thread, after the
-    last byte has landed or after the failure is final: never on enqueue.
+    last byte has landed or after the failure is final: never on enqueue. Before it, for what
+    did not fail, ``on_landed``, from that thread or from within ``step``: it must be short.
     """
 
     def fence(self) -> Fence:
@@ -62,9 +71,16 @@ class CopyEngine(Protocol):
         *,
         after: Fence,
         keep_alive: object,
-        on_done: Callable[[Ticket], None],
+        ends: Ends,
     ) -> None:
         """Queue ``copies`` behind ``after``; return at once."""
+        ...
+
+    def step(self) -> None:
+        """Go on with what is queued, and tell of what has landed; waits for nothing.
+
+        For the thread that submits, as often as it comes by: see ``streams.py``.
+        """
         ...
 
     def wait_idle(self, timeout_s: float) -> bool:

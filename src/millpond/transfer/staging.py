@@ -31,7 +31,7 @@ _PROGRAMS: Final = 64
 
 
 class Stager:
-    """The buffer of one lane; used by its enqueuing thread."""
+    """The buffer of one lane; used by one thread at a time."""
 
     def __init__(
         self, device: torch.device, direction: Direction, stream: torch.cuda.Stream, feed: Feed
@@ -48,19 +48,34 @@ class Stager:
         self._used: list[torch.cuda.Event | None] = [None] * NUM_PIECES
         """Behind the last use of each piece."""
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Say whether pages of so many bytes can be enqueued without a wait."""
+    def awaited(self, num_bytes: int) -> torch.cuda.Event | None:
+        """Return what to wait for until pages of so many bytes can be enqueued."""
         while self._ahead and self._ahead[0].query():
             self._ahead.popleft()
         # A piece takes at least half of its size: see packing.
         num_pieces = 1 + num_bytes // (PIECE_BYTES // 2)
-        return len(self._ahead) + num_pieces <= _PIECES_AHEAD_MAX
+        if not self._ahead or len(self._ahead) + num_pieces <= _PIECES_AHEAD_MAX:
+            return None
+        return self._ahead[0]
+
+    def wait_for(self, fence: torch.cuda.Event) -> None:
+        """Let the device hold back what is enqueued from now on until ``fence`` is passed."""
+        # guards: the kernel must not touch pages before the work that the lane waits for is
+        # done: kernels that write them (E1), or read or zero them (E3).
+        self._side.wait_event(fence)
+
+    def join(self) -> None:
+        """Let the lane's stream wait for all that was enqueued so far."""
+        if self._buffer is not None:
+            # guards: "ended" must not precede the last page's last byte (E4), nor the end of a
+            # kernel on the side stream where a later piece failed (E3, E5).
+            self._stream.wait_event(_mark(self._side))
 
     def enqueue(self, copies: Copies, region: HostRegion) -> object:
-        """Enqueue the copies behind what is on the lane's stream, which waits for their end.
+        """Enqueue the copies; after the last of them, ``join``.
 
-        The result must be kept alive until then. ``RuntimeError`` where the GPU has no
-        memory for the buffer: then nothing was enqueued.
+        The result must be kept alive until they have ended. ``RuntimeError`` where the GPU has
+        no memory for the buffer: then nothing was enqueued.
         """
         buffer = self._take_buffer()
         packing = pack(self._direction, copies, PIECE_BYTES, region)
@@ -73,28 +88,12 @@ class Stager:
         is_store = self._direction is Direction.STORE
         ends = (packing.engine, offsets) if is_store else (offsets, packing.engine)
         table = PageTable(*ends, packing.lengths, self._side)
-        start = _mark(self._stream)
-        # guards: the kernel must not touch pages before the work that the lane waits for is
-        # done: kernels that write them (E1), or read or zero them (E3).
-        self._side.wait_event(start)
-        try:
-            self._move_pieces(indexes, packing, table)
-        finally:
-            # guards: "ended" must not precede the last page's last byte (E4), nor the end of a
-            # kernel on the side stream where a later piece failed (E3, E5).
-            self._stream.wait_event(_mark(self._side))
-        # guards: table, buffer and arrays are in use until the copies end (E6).
-        return table, packing, buffer
-
-    def _move_pieces(self, indexes: list[int], packing: Packing, table: PageTable) -> None:
-        is_store = self._direction is Direction.STORE
         move = self._store_piece if is_store else self._load_piece
         for index, piece in zip(indexes, packing.pieces, strict=True):
-            # As in feed.py: what is enqueued behind a late fence must fit into the streams.
-            if len(self._ahead) == _PIECES_AHEAD_MAX:
-                self._ahead.popleft().synchronize()
             move(index, piece, packing, table)
             self._ahead.append(_mark(self._side))
+        # guards: table, buffer and arrays are in use until the copies end (E6).
+        return table, packing, buffer
 
     def _store_piece(self, index: int, piece: Piece, packing: Packing, table: PageTable) -> None:
         used = self._used[index]

@@ -3,13 +3,18 @@
     engine's thread    fence()     a point behind the work on the engine's current stream
                        submit()    enqueues in the direction's lane: its stream waits for the
                                    fence, takes the copies, marks their end
-    enqueuing thread   does the same for submissions that are not quick to enqueue
+                       step()      goes on with what is left, a portion a call; tells of loads
+                                   whose end the device has come past
+    enqueuing thread   goes on where the engine's thread does not come by, or has to wait
     ending thread      waits for the end on the device, then ``on_done``
 
 Each direction is a lane: loads never queue behind stores. Handing many thousands of copies to
-a driver takes milliseconds, which are not the engine's; handing few to another thread takes as
-long as the engine's keeps the interpreter lock, which may be five. The gate breaks each step
-that has a line "guards:", one at a time, and must notice (docs/ORDERING.md).
+a driver takes milliseconds, which are not the engine's to give at once. Nor can other threads
+be relied upon: one that has slept gets the interpreter lock when the engine's lets go of it,
+which took some tenths of a second beside an engine that asks in a loop whether its load is
+there. So all of a load is done by the engine's thread while it comes by, and by the others
+while it computes. The gate breaks each step that has a line "guards:", one at a time, and must
+notice (docs/ORDERING.md).
 
 Whatever goes wrong with a copy, expected or not, becomes the error of its ticket: compilers,
 drivers and allocators raise what they like, and the worst outcome has to be a miss. A lane
@@ -20,15 +25,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from millpond.arena.arena import Arena
 from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed, Device, Event, Fence
-from millpond.transfer.engine import Ticket
+from millpond.transfer.engine import Ends, Ticket
 
 logger = logging.getLogger("vllm.millpond")
+
+_AT_ONCE_COPIES_MAX: Final = 3072
+"""Copies that ``submit`` hands over itself: 2 ms (0.6 us each on an H200's host)."""
+_STEP_S: Final = 0.002
+"""Who comes by more often is left to hand over the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +49,23 @@ class Submission:
     copies: Copies
     after: Fence
     keep_alive: object
-    on_done: Callable[[Ticket], None]
+    ends: Ends
     submitted_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Handover:
+    """A submission on its way to the stream; ``staged`` is what its copies so far use."""
+
+    submission: Submission
+    portion: int | None = None
+    """Copies that are handed over at a time; None until the first is."""
+    num_copies: int = 0
+    staged: list[object] = field(default_factory=list[object])
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
     """A submission that is on the stream: ``staged`` is what its copies use."""
 
@@ -60,11 +82,14 @@ class Lane:
         self._device = device
         self._stream = device.stream(direction)
         self._changed = threading.Condition()
-        self._waiting: deque[Submission] = deque()
+        self._waiting: deque[Handover] = deque()
         self._in_flight: deque[InFlight] = deque()
+        self._not_landed: list[InFlight] = []
+        """Those of ``_in_flight`` whose landing somebody wants to hear of, and has not."""
         self._num_unfinished = 0
         self._is_enqueuing = False
-        """Whether some thread is about to put a submission on the stream: one at a time."""
+        """Whether some thread puts a submission on the stream: one at a time."""
+        self._stepped_s = 0.0
         self._closed = False
         self._threads = [
             threading.Thread(target=run, name=f"millpond-{direction.value}-{name}", daemon=True)
@@ -74,19 +99,25 @@ class Lane:
             thread.start()
 
     def put(self, submission: Submission) -> None:
-        """Enqueue a submission, at once if that is quick; ``ValueError`` once closed."""
+        """Enqueue a submission, at once as far as that is quick; ``ValueError`` once closed."""
         with self._changed:
             if self._closed:
                 raise ValueError("submit to a closed copy engine")
-            is_next = not self._waiting and not self._is_enqueuing
-            is_quick = is_next and self._stream.is_quick(submission.copies)
             self._num_unfinished += 1
-            if not is_quick:
-                self._waiting.append(submission)
-                self._changed.notify_all()
-                return
-            self._is_enqueuing = True
-        self._put_on_stream(submission)
+            self._waiting.append(Handover(submission))
+        self._stepped_s = time.monotonic()
+        self._hand_over(_AT_ONCE_COPIES_MAX)
+        with self._changed:
+            self._changed.notify_all()
+
+    def step(self) -> None:
+        """Go on with what waits, without waiting, and tell of what has landed."""
+        if self._waiting:
+            self._stepped_s = time.monotonic()
+            self._hand_over(1)
+        for item in tuple(self._not_landed):
+            if self._has_landed(item):
+                self._end_landing(item, is_landed=True)
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Wait until nothing is queued or in flight; False when the time ran out."""
@@ -112,40 +143,82 @@ class Lane:
         self._device.enter_thread()
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_turn)
+                self._changed.wait_for(lambda: bool(self._waiting) or self._closed)
                 if not self._waiting:
                     return
-                self._is_enqueuing = True
-                submission = self._waiting.popleft()
-            self._put_on_stream(submission)
-            del submission  # or the last one's memory would be held until the next
+                since_step_s = time.monotonic() - self._stepped_s
+                if self._is_enqueuing or since_step_s < _STEP_S:
+                    self._changed.wait(_STEP_S)
+                    continue
+            awaited = self._hand_over(1)
+            if awaited is not None:
+                # Not by who else may come by: it is asleep that it is waited for here.
+                try:
+                    awaited.wait()
+                except Exception as failure:  # noqa: BLE001 - see the module
+                    self._give_up(_described(failure))
+            del awaited  # or its memory would be held until the next
 
-    def _has_turn(self) -> bool:
-        return not self._is_enqueuing and (bool(self._waiting) or self._closed)
+    def _hand_over(self, num_copies: int) -> Event | None:
+        """Put portions on the stream, of so many copies or a little more, without waiting.
 
-    def _put_on_stream(self, submission: Submission) -> None:
-        item = self._enqueue(submission)
+        Returns what has to be waited for before the next one, if there is no room for it.
+        """
+        with self._changed:
+            if self._is_enqueuing or not self._waiting:
+                return None
+            self._is_enqueuing = True
+            item = self._waiting[0]
+        awaited: Event | None = None
+        is_whole = True
+        try:
+            awaited, is_whole = self._advance(item, num_copies)
+        except Exception as failure:  # noqa: BLE001 - see the module
+            item.error = _described(failure)
+        if is_whole:
+            self._put_in_flight(item)
         with self._changed:
             self._is_enqueuing = False
-            self._in_flight.append(item)
             self._changed.notify_all()
+        return awaited
 
-    def _enqueue(self, submission: Submission) -> InFlight:
-        """Put one submission on the stream."""
-        error: str | None = None
-        end: Event | None = None
-        staged: object = None
-        try:
-            self._order_behind(submission)
-            staged = self._stream.copy(submission.copies)
-        except Exception as failure:  # noqa: BLE001 - see the module
-            error = _described(failure)
+    def _advance(self, item: Handover, num_copies: int) -> tuple[Event | None, bool]:
+        """Enqueue portions of a submission; say what to wait for, and whether it is whole."""
+        if item.error is not None:
+            return None, True
+        copies = item.submission.copies
+        if item.portion is None:
+            self._order_behind(item.submission)
+            item.portion = self._stream.portion(copies)
+        until = min(item.num_copies + num_copies, len(copies.lengths))
+        while item.num_copies < until:
+            some = copies.part(slice(item.num_copies, item.num_copies + item.portion))
+            awaited = self._stream.awaited(some)
+            if awaited is not None:
+                return awaited, False
+            item.staged.append(self._stream.copy(some))
+            item.num_copies += len(some.lengths)
+        return None, item.num_copies == len(copies.lengths)
+
+    def _give_up(self, error: str) -> None:
+        """End the submission that has its turn with an error: what it waits for has failed."""
+        with self._changed:
+            if self._waiting:
+                self._waiting[0].error = self._waiting[0].error or error
+
+    def _put_in_flight(self, item: Handover) -> None:
+        error, end = item.error, None
         try:
             # Behind a failure as well: a part of the copies may be on its way.
-            end = self._mark_end(submission)
+            end = self._mark_end(item.submission)
         except Exception as failure:  # noqa: BLE001 - see the module
             error = error or _described(failure)
-        return self._hold(submission, end, error, staged)
+        held = self._hold(item.submission, end, error, item.staged)
+        with self._changed:
+            self._waiting.popleft()
+            if error is None and item.submission.ends.on_landed is not None:
+                self._not_landed.append(held)
+            self._in_flight.append(held)
 
     def _order_behind(self, submission: Submission) -> None:
         # guards: a store must not read a page before the kernels that write it have (E1); a
@@ -164,6 +237,28 @@ class Lane:
         # guards: the arena's mapping, staging buffers and address tables must not be given
         # up before the copies that use them have ended (E6).
         return InFlight(submission, end, error, staged)
+
+    # -------------------------------------------------------------- landing
+
+    def _has_landed(self, item: InFlight) -> bool:
+        # guards: the model must not read a page before the load's last byte (E4): it is the
+        # event behind it that is asked, and a failure that the event tells of is no landing.
+        try:
+            if item.end is None or not item.end.is_passed():
+                return False
+            item.end.wait()
+        except Exception:  # noqa: BLE001 - the ending thread finds the same and reports it
+            return False
+        return True
+
+    def _end_landing(self, item: InFlight, *, is_landed: bool) -> None:
+        """Tell of a landing, or that there will be none, unless that has been done."""
+        with self._changed:
+            if item not in self._not_landed:
+                return
+            self._not_landed.remove(item)
+        if is_landed and item.submission.ends.on_landed is not None:
+            item.submission.ends.on_landed()
 
     # -------------------------------------------------------------- ending thread
 
@@ -186,12 +281,13 @@ class Lane:
 
     def _report(self, item: InFlight) -> None:
         error = item.error
-        if item.end is not None:
-            try:
-                item.end.wait()
-            except Exception as failure:  # noqa: BLE001 - see the module
-                error = _described(failure)
         submission = item.submission
+        try:
+            if item.end is not None:
+                item.end.wait()
+        except Exception as failure:  # noqa: BLE001 - see the module
+            error = _described(failure)
+        self._end_landing(item, is_landed=error is None)
         # guards: a slot, or a page of the engine, must not be used again while a copy from or
         # to it is in flight (E5): leases and references end in on_done, behind the event.
         ticket = Ticket(
@@ -201,7 +297,7 @@ class Lane:
             error,
         )
         try:
-            submission.on_done(ticket)
+            submission.ends.on_done(ticket)
         except Exception:
             logger.exception("event=end_failed direction=%s", submission.direction.value)
 
@@ -240,11 +336,16 @@ class StreamCopyEngine:
         *,
         after: Fence,
         keep_alive: object,
-        on_done: Callable[[Ticket], None],
+        ends: Ends,
     ) -> None:
         """Queue the copies in the direction's lane; ``ValueError`` once closed."""
-        submission = Submission(direction, copies, after, keep_alive, on_done, time.monotonic_ns())
+        submission = Submission(direction, copies, after, keep_alive, ends, time.monotonic_ns())
         self._lanes[direction].put(submission)
+
+    def step(self) -> None:
+        """Go on with what is queued, and tell of what has landed; waits for nothing."""
+        for lane in self._lanes.values():
+            lane.step()
 
     def release(self, timeout_s: float) -> None:
         """Give up the adopted arena; no copy is in flight."""

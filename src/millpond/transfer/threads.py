@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from millpond.model.limits import MIB
 from millpond.transfer.copies import Copies
-from millpond.transfer.device import CopyFailed, Fence
+from millpond.transfer.device import CopyFailed, Event, Fence
 
 _FENCE_POLL_S = 0.0002
 _FENCE_WAIT_S_MAX = 60.0
@@ -73,10 +73,13 @@ class ThreadStream:
         """Hold back later work until ``fence`` is passed, for a minute at most."""
         self.enqueue(lambda: _wait_passed(fence))
 
-    def is_quick(self, copies: Copies) -> bool:
-        """Return True: it is one entry of a queue."""
+    def portion(self, copies: Copies) -> int:
+        """Return the number of all copies: they are one entry of a queue."""
+        return max(1, len(copies.lengths))
+
+    def awaited(self, copies: Copies) -> Event | None:
+        """Return None: there is always room."""
         del copies
-        return True
 
     def copy(self, copies: Copies) -> object:
         """Queue memory copies; they release the interpreter lock."""
