@@ -14,7 +14,7 @@ import aiohttp
 
 from millpond.router.app import Router
 from millpond.router.attribution import PoolReports
-from millpond.router.options import HealthOptions, Limits, RouterOptions
+from millpond.router.options import HealthOptions, Identity, Limits, RouterOptions
 from millpond.router.placement.chosen import Policy
 from millpond.router.records import AccessLog
 from millpond.router.replicas import Replicas
@@ -112,11 +112,16 @@ Script = Callable[[Call], Awaitable[None]]
 
 @dataclass
 class ScriptedReplica:
-    """Answers /health by ``health``, and everything else by ``script``."""
+    """Answers /health by ``health``, ``asides`` by their own scripts, and the rest by ``script``.
+
+    ``events`` is what its address says of its cache's events.
+    """
 
     name: str
     script: Script = field(default_factory=lambda: stream(EVENT, EVENT, DONE))
     health: int = 200
+    asides: dict[str, Script] = field(default_factory=dict[str, Script])
+    events: str = ""
     calls: list[Call] = field(default_factory=list[Call])
     port: int = 0
     _server: asyncio.Server | None = None
@@ -150,6 +155,8 @@ class ScriptedReplica:
                 call = await _read_call(reader, writer)
                 if call.target == "/health":
                     await answer(b"", status=f"{self.health} X")(call)
+                elif call.target in self.asides:
+                    await self.asides[call.target](call)
                 else:
                     self.calls.append(call)
                     await self.script(call)
@@ -229,6 +236,7 @@ async def front(
     policy: Policy = Policy.ROUND_ROBIN,
     limits: Limits = LIMITS,
     api_key: str | None = None,
+    identity: Identity = Identity.AUTO,
     pool_socket: str | None = None,
 ) -> AsyncIterator[Front]:
     """Run a router in front of these replicas, which are up."""
@@ -237,9 +245,13 @@ async def front(
         known = Replicas()
         for each in replicas:
             await stack.enter_async_context(each)
-            known.add(each.name, each.url)
+            known.add(each.name, each.url + each.events)
         options = RouterOptions(
-            policy=policy, api_key=api_key, limits=limits, health=HealthOptions(every_s=0.1)
+            policy=policy,
+            identity=identity,
+            api_key=api_key,
+            limits=limits,
+            health=HealthOptions(every_s=0.1),
         )
         log_file = Path(folder) / "access.jsonl"
         pool = None if pool_socket is None else PoolReports(Path(pool_socket))

@@ -219,12 +219,19 @@ class _Listening:
 
     async def run(self) -> None:
         """Listen for ever."""
-        with self._socket(zmq.SUB) as socket:
+        with (
+            self._socket(zmq.SUB) as socket,
+            # A process that follows may have got as far in numbers as the one before it had.
+            socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as lost,
+        ):
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(self._events)
             await self._ask_again(0)  # the publisher may have been there for long
             while True:
                 frames = await socket.recv_multipart()
+                while await lost.poll(0):
+                    await lost.recv_multipart()
+                    self._feed.forget("the connection was lost")
                 if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
                     missing = self._feed.take(int.from_bytes(frames[1], "big"), frames[2])
                     if missing is not None:
