@@ -218,10 +218,10 @@ CONTRAST = """() => {
 }"""
 """WCAG's contrast of each text with what is behind it."""
 
-OVERHANGS = """() => [...document.querySelectorAll("main *, header *")]
-  .filter((node) => !node.closest(".unseen, thead") && node.getClientRects().length)
-  .filter((node) => node.getBoundingClientRect().right > innerWidth)
-  .map((node) => node.outerHTML.slice(0, 80))"""
+OVERHANGS = """() => [document.documentElement, ...document.querySelectorAll("section, .scroll")]
+  .filter((node) => node.scrollWidth > node.clientWidth)
+  .map((node) => [node.outerHTML.slice(0, 80), node.scrollWidth, node.clientWidth])"""
+"""What would have to be scrolled sideways. Three replicas fit; more scroll in their own box."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -238,8 +238,6 @@ def test_it_can_be_read(
             luminance = await page.evaluate("getComputedStyle(document.body).backgroundColor")
             brightest = max(int(part) for part in re.findall(r"\d+", luminance)[:3])
             assert (brightest < 64) == (scheme == "dark")
-            width = await page.evaluate("document.documentElement.scrollWidth")
-            assert width == size[0], "nothing to scroll sideways"
             assert await page.evaluate(OVERHANGS) == []
             # Cards on the phone are lines of a table all the same, for those who hear it.
             rows = page.get_by_role("table", name="Last requests").get_by_role("row")
