@@ -109,8 +109,8 @@ def test_a_replica_that_ends_at_start_stops_all_and_shows_its_log(temp_dir: Path
 
 
 def test_a_replica_that_does_not_get_ready_stops_all_after_the_time(temp_dir: Path) -> None:
-    system = System(options(temp_dir, replica_args={"b": ("never-healthy",)}, start_timeout_s=2.0))
-    with pytest.raises(SetupError, match=r"not ready after 2 s: b\..*--start-timeout"):
+    system = System(options(temp_dir, replica_args={"b": ("never-healthy",)}, start_timeout_s=5.0))
+    with pytest.raises(SetupError, match=r"not ready after 5 s: b\..*--start-timeout"):
         system.start()
     assert all_pids(system) == []
 
@@ -181,6 +181,8 @@ def test_a_system_with_a_router_is_ready_when_all_replicas_get_requests(temp_dir
         for states in seen:
             ready = {state.name for state in states if state.is_ready}
             assert "router" not in ready or ready == {"pool", "a", "b", "router"}
+        page = httpx.get(system.front.page_url, trust_env=False, timeout=10)
+        assert page.headers["content-type"].startswith("text/html")
         access_log = system.front.access_log
         assert access_log.parent == system.run_dir
         eventually(lambda: access_log.read_text().count("/v1/models") == 4, "logged", timeout_s=10)
