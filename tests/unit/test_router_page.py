@@ -158,7 +158,7 @@ def test_the_state_has_load_but_no_addresses() -> None:
 
 
 def page() -> LivePage:
-    return LivePage(Replicas(), "cost", "text", has_pool=lambda: False)
+    return LivePage(Replicas(), "cost", identity=lambda: "text", has_pool=lambda: False)
 
 
 def test_the_page_may_run_what_is_in_it_and_nothing_else() -> None:

@@ -71,7 +71,7 @@ class Router:
         self._page = LivePage(
             replicas,
             options.policy.value,
-            options.identity.value,
+            identity=lambda: self._holdings.identity,
             has_pool=lambda: self._attributor.has_pool,
         )
         self._attributor = Attributor(

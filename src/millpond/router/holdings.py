@@ -92,6 +92,15 @@ class Holdings:
         if self._tokenizer is not None and self._identity is not Identity.TEXT:
             self._events.follow(replica)
 
+    @property
+    def identity(self) -> str:
+        """What a request is placed by right now, if its tokens are to be had."""
+        if not self._is_by_tokens():
+            return TEXT
+        available = [each for each in self._replicas if each.is_available]
+        is_known = bool(available) and all(each.is_cache_known for each in available)
+        return EVENTS if is_known else TOKENS
+
     # ------------------------------------------------------------ a request
 
     async def read(self, path: str, body: bytes, named: str | None, key: str | None) -> Prompt:

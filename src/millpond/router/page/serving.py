@@ -38,7 +38,12 @@ class LivePage:
     """Serves ``PAGE_PATHS`` and ``STATE_PATH``; nothing is computed until somebody asks."""
 
     def __init__(
-        self, replicas: Replicas, policy: str, identity: str, *, has_pool: Callable[[], bool]
+        self,
+        replicas: Replicas,
+        policy: str,
+        *,
+        identity: Callable[[], str],
+        has_pool: Callable[[], bool],
     ) -> None:
         self.window = Window()
         self._replicas = replicas
@@ -63,7 +68,7 @@ class LivePage:
     def _state_now(self) -> dict[str, object]:
         about = About(
             policy=self._policy,
-            identity=self._identity,
+            identity=self._identity(),
             started_at=self._started_at,
             now=time.time(),
             has_pool=self._has_pool(),
