@@ -24,7 +24,9 @@ def num_gpus() -> int:
 def chromium() -> str | None:
     """Return a browser that Playwright can drive: its own, else the system's; None without one."""
     place = os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or "~/.cache/ms-playwright"
-    own = sorted(Path(place).expanduser().glob("chromium*/chrome*/*chrome*"), reverse=True)
+    programs = ("chrome", "chrome-headless-shell", "headless_shell")
+    files = sorted(Path(place).expanduser().glob("chromium*/chrome*/*"), reverse=True)
+    own = [path for path in files if path.name in programs]
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     found = [str(path) for path in own if path.is_file() and os.access(path, os.X_OK)]
     found += filter(None, map(shutil.which, names))

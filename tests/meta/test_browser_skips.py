@@ -36,6 +36,7 @@ def test_skipped_browser_tests_are_counted_at_the_end(tmp_path: Path) -> None:
     "name",
     [
         "chromium_headless_shell-1255/chrome-headless-shell-linux64/chrome-headless-shell",
+        "chromium_headless_shell-1148/chrome-linux/headless_shell",
         "chromium-1255/chrome-linux/chrome",
     ],
 )
@@ -48,7 +49,9 @@ def test_a_browser_of_playwrights_own_is_found_first(
     program = tmp_path / name
     program.parent.mkdir(parents=True)
     program.write_text("not to be run", encoding="utf-8")
-    (program.parent / "chrome_100_percent.pak").write_text("no program", encoding="utf-8")
+    other = program.parent / "chrome_sandbox"
+    other.write_text("a program, and no browser", encoding="utf-8")
+    other.chmod(0o755)
     assert chromium() is None, "nothing that can be run"
     program.chmod(0o755)
     assert chromium() == str(program)
