@@ -2,6 +2,7 @@
 
 import logging
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -324,9 +325,12 @@ def test_what_becomes_known_and_unknown_is_said_once(caplog: pytest.LogCaptureFi
         cache.send(stored(IDS, 16))
     for _ in range(3):
         cache.feed.give_up("no answer")
+    for number in range(100, 103):
+        cache.feed.take(number, b"garbage")
     assert [record.getMessage() for record in caplog.records] == [
         "cache known: replica=a",
         "cache unknown: replica=a why=no answer",
+        ANY,
     ]
 
 

@@ -91,7 +91,7 @@ class Feed:
 
         Unless it ``is_final``, the whole history may be asked for.
         """
-        if self._is_known or is_final:
+        if self._is_known or (is_final and not self._is_hopeless):
             _log.warning("cache unknown: replica=%s why=%s", self._replica.name, why)
         self._cached.clear()
         self._next = 0
