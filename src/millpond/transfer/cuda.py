@@ -25,7 +25,7 @@ from millpond.transfer.measuring import Measured, Sample, log_measured, measure
 from millpond.transfer.packing import HostRegion
 from millpond.transfer.registration import Registration
 from millpond.transfer.routes import Route, Routes, fallback
-from millpond.transfer.staging import STAGED_BYTES_MAX, Stager
+from millpond.transfer.staging import PIECE_BYTES, STAGED_BYTES_MAX, Stager
 from millpond.transfer.streams import StreamCopyEngine
 
 logger = logging.getLogger("vllm.millpond")
@@ -36,8 +36,10 @@ _BUSY_S: Final = 0.5
 """An engine that has not made a step for so long is idle."""
 _BEHIND_A_FENCE_MAX: Final = 4096
 """Copies on a stream behind a fence while it is not passed; twice as many were fine."""
-_PORTIONS: Final = {Route.BATCH: PORTION_COPIES, Route.STAGED: 1024, Route.KERNEL: 4096}
-"""Copies that are handed over at a time, by route."""
+_KERNEL_COPIES: Final = 4096
+"""Copies of one launch."""
+_STAGED_PORTION_BYTES: Final = 4 * PIECE_BYTES
+"""Each portion has a table of its own, which costs about as much as a piece."""
 _KERNEL_PROGRAMS: Final = 32
 """Programs of the kernel over the link, each on one of the GPU's 132 multiprocessors (H200)."""
 _PRIORITIES: Final = {Direction.LOAD: -1, Direction.STORE: 0}
@@ -102,10 +104,9 @@ class CudaStream:
         self._fence = fence
 
     def portion(self, copies: Copies) -> int:
-        """Return how many are handed over at a time: those that take half a millisecond."""
+        """Return how many are handed over at a time: those that take about a millisecond."""
         portions = [
-            CALLS_MAX if _is_by_calls(route) else _PORTIONS[route]
-            for route in self._routes_of(copies)
+            _portion(route, max(lengths)) for route, lengths in self._routes_of(copies).items()
         ]
         return min(portions, default=1)
 
@@ -200,6 +201,14 @@ def hand_over(stream: CudaStream, copies: Copies) -> object:
             awaited.wait()
         held.append(stream.copy(some))
     return held
+
+
+def _portion(route: Route, page_bytes: int) -> int:
+    if _is_by_calls(route):
+        return CALLS_MAX
+    if route is Route.STAGED:
+        return max(1, _STAGED_PORTION_BYTES // page_bytes)
+    return _KERNEL_COPIES if route is Route.KERNEL else PORTION_COPIES
 
 
 def _is_by_calls(route: Route) -> bool:
