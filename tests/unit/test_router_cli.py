@@ -1,6 +1,9 @@
 """The command line of the router: what it refuses, and what it makes of its flags."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -237,3 +240,24 @@ def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
         with pytest.raises(ValueError, match="no user or password") as caught:
             Replicas().add("a", url)
         assert "secret" not in str(caught.value)
+
+
+def test_replicas_are_shown_with_what_is_known_of_their_caches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = Replicas()
+    for name in "ab":
+        known.add(name, f"http://{name}:1,events=ipc:///run/{name}")
+    known["a"].is_cache_known = True
+    known.drain("b")
+
+    @contextmanager
+    def client(_: Path) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(replicas=lambda: [each.statistics() for each in known])
+
+    monkeypatch.setattr("millpond.cli.router.RouterClient", client)
+    assert run(["router", "replicas"], {}) == Exit.OK
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "starting, cache known" in printed
+    assert "starting, draining" in printed
+    assert "ipc://" not in printed
