@@ -165,7 +165,7 @@ def session_trace(name: str) -> dict[str, object]:
         "hash_id_scope": "local",
         "requests": [
             {"t": 0.0, "in": 130, "out": 7, "hash_ids": [1, 2, 3], "think_time": 0.0},
-            {"type": "subagent", "t": 1.0, "requests": []},
+            {"t": 1.0, "requests": []},
             {"t": 9.0, "in": 200, "out": 7, "hash_ids": [1, 2, 4, 5], "think_time": 3.0},
         ],
     }

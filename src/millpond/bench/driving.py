@@ -30,11 +30,13 @@ class Asks(Protocol):
 class Sending:
     """How to send: to the ``targets``, under ids that begin with ``id_prefix``.
 
-    ``on_sample`` gets each sample as soon as its answer has ended.
+    ``on_sample`` gets each sample as soon as its answer has ended; its times count from
+    ``zero_ns`` of ``time.perf_counter_ns``.
     """
 
     targets: Sequence[Target]
     id_prefix: str
+    zero_ns: int
     on_sample: Callable[[Sample], None]
 
     def target_of(self, request: Request) -> Target:
@@ -49,23 +51,26 @@ async def drive(requests: Sequence[Request], client: Asks, sending: Sending) -> 
     takes milliseconds, in which no arriving token would be seen. ``ValueError`` for a request
     that follows one that is not among those before it.
     """
-    bodies = [
-        request_body(
-            sending.target_of(request).model, token_ids(request.pieces), request.output_tokens
-        )
-        for request in requests
-    ]
-    begin_ns = time.perf_counter_ns()
-    ends: dict[str, asyncio.Future[int]] = {}
     loop = asyncio.get_running_loop()
+    ends: dict[str, asyncio.Future[int]] = {}
+    waiting: list[_One] = []
+    for i, request in enumerate(requests):
+        if request.after is not None and request.after not in ends:
+            raise ValueError(f"{request.key} follows {request.after!r}, which is not before it")
+        model = sending.target_of(request).model
+        one = _One(
+            request=request,
+            request_id=f"{sending.id_prefix}-{i}",
+            body=request_body(model, token_ids(request.pieces), request.output_tokens),
+            before=None if request.after is None else ends[request.after],
+            end=loop.create_future(),
+        )
+        ends[request.key] = one.end
+        waiting.append(one)
+    begin_ns = time.perf_counter_ns()
     async with asyncio.TaskGroup() as group:
-        for i, (request, body) in enumerate(zip(requests, bodies, strict=True)):
-            if request.after is not None and request.after not in ends:
-                raise ValueError(f"{request.key} follows {request.after!r}, which is not before it")
-            before = None if request.after is None else ends[request.after]
-            ends[request.key] = end = loop.create_future()
-            one = _One(request, body, f"{sending.id_prefix}-{i}", begin_ns, before, end)
-            group.create_task(_send(one, client, sending))
+        for one in waiting:
+            group.create_task(_send(one, begin_ns, client, sending))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +78,37 @@ class _One:
     """One request on its way. ``before`` and ``end`` hold when answers ended."""
 
     request: Request
-    body: bytes
     request_id: str
-    begin_ns: int
+    body: bytes
     before: asyncio.Future[int] | None
     end: asyncio.Future[int]
 
 
-async def _send(one: _One, client: Asks, sending: Sending) -> None:
+async def _send(one: _One, begin_ns: int, client: Asks, sending: Sending) -> None:
     request = one.request
     target = sending.target_of(request)
     headers = {"X-Request-Id": one.request_id, "X-Session-Id": request.unit}
-    due_ns = await _due(one)
+    due_ns = await _due(one, begin_ns)
     remaining_ns = due_ns - time.perf_counter_ns()
     if remaining_ns > 0:
         await asyncio.sleep(remaining_ns / _NS_PER_S)
     answer = await client.ask(target.url, one.body, headers)
     one.end.set_result(time.perf_counter_ns())
-    sending.on_sample(_sample(one, answer, due_ns, target))
+    sample = _sample(one, answer, target)
+    sample.start_ms = (answer.started_ns - sending.zero_ns) / _NS_PER_MS
+    sample.late_ms = (answer.started_ns - due_ns) / _NS_PER_MS
+    sending.on_sample(sample)
 
 
-async def _due(one: _One) -> int:
+async def _due(one: _One, begin_ns: int) -> int:
     request = one.request
-    due_ns = one.begin_ns + int((request.arrival_s or 0.0) * _NS_PER_S)
+    due_ns = begin_ns + int((request.arrival_s or 0.0) * _NS_PER_S)
     if one.before is None:
         return due_ns
     return max(due_ns, await one.before + int(request.wait_s * _NS_PER_S))
 
 
-def _sample(one: _One, answer: Answer, due_ns: int, target: Target) -> Sample:
+def _sample(one: _One, answer: Answer, target: Target) -> Sample:
     request = one.request
     return Sample(
         key=request.key,
@@ -112,8 +119,7 @@ def _sample(one: _One, answer: Answer, due_ns: int, target: Target) -> Sample:
         replica=answer.replica or target.name,
         request_id=one.request_id,
         input_tokens=request.num_tokens,
-        start_ms=(answer.started_ns - one.begin_ns) / _NS_PER_MS,
-        late_ms=(answer.started_ns - due_ns) / _NS_PER_MS,
+        start_ms=0.0,
         ttft_ms=answer.ttft_ms,
         e2el_ms=answer.e2el_ms,
         itl_ms=answer.itl_ms,

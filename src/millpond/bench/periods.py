@@ -25,7 +25,6 @@ from millpond.bench.workloads import Request, requests_of
 from millpond.model.errors import ConfigError, ExpectedError
 
 POSITIONS: Final = 4
-_MS_PER_S: Final = 1000
 
 
 def plan_periods(design: Design, caches: Sequence[str]) -> list[Plan]:
@@ -127,7 +126,7 @@ class Runner:
         num_warm = self.scenario.design.warm_up
         progress.show("warming up")
         warm_up = [some[:num_warm] for some in self._requests(f"{self.scenario.seed}/warm-up")]
-        self._send(warm_up, scene, period.warm_up.append, f"{plan.number}-warm")
+        asyncio.run(self._send(warm_up, scene, period.warm_up.append, f"{plan.number}-warm"))
         _check_some_answered(period.warm_up)
         scene.flush()
         before = {} if scene.books is None else scene.books.traffic()
@@ -139,7 +138,7 @@ class Runner:
             progress.show("measuring", num_sent=len(period.samples))
 
         try:
-            self._send(requests, scene, add, str(plan.number))
+            asyncio.run(self._send(requests, scene, add, str(plan.number)))
         finally:
             period.duration_s = time.perf_counter() - started_s
         if scene.books is not None:
@@ -149,34 +148,23 @@ class Runner:
         period.is_complete = True
         write_json(self._file(plan), period)
 
-    def _send(
+    async def _send(
         self,
         requests: Sequence[list[Request]],
         scene: Scene,
         on_sample: Callable[[Sample], None],
         name: str,
     ) -> None:
-        """Send workload after workload; samples' times are since the first one's begin."""
-        asyncio.run(self._send_all(requests, scene, on_sample, name))
-
-    async def _send_all(
-        self,
-        requests: Sequence[list[Request]],
-        scene: Scene,
-        on_sample: Callable[[Sample], None],
-        name: str,
-    ) -> None:
-        started_s = time.perf_counter()
+        """Send workload after workload."""
+        zero_ns = time.perf_counter_ns()
         async with Client(timeout_s=self.scenario.design.request_timeout_s) as client:
             for i, some in enumerate(requests):
-                offset_ms = (time.perf_counter() - started_s) * _MS_PER_S
-
-                def add(sample: Sample, offset_ms: float = offset_ms) -> None:
-                    sample.start_ms += offset_ms
-                    on_sample(sample)
-
-                prefix = f"bench-{self.run_id}-{name}-{i}"
-                sending = Sending(targets=scene.targets, id_prefix=prefix, on_sample=add)
+                sending = Sending(
+                    targets=scene.targets,
+                    id_prefix=f"bench-{self.run_id}-{name}-{i}",
+                    zero_ns=zero_ns,
+                    on_sample=on_sample,
+                )
                 await drive(some, client, sending)
 
     def _file(self, plan: Plan) -> Path:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from millpond.cli.bench_place import DEFAULT_POOL, Asked, place_of
 from millpond.cli.context import Context, examples, json_option, pass_context
@@ -45,8 +47,6 @@ def bench() -> None:
 @pass_context
 def list_scenarios(context: Context, *, as_json: bool) -> None:
     """Show the scenarios that come with Millpond."""
-    from rich.table import Table
-
     from millpond.bench.scenario import load_scenario, scenario_files
 
     rows = [(path, load_scenario(path)) for path in scenario_files().values()]
@@ -135,6 +135,7 @@ def run(context: Context, scenario: str, *, as_json: bool, **flags: object) -> N
             run_id=uuid.uuid4().hex[:8],
             on_progress=lambda doing: _show(line, doing),
         )
+        runner.requests(plans[0])  # a trace that can't be read ends it before anything starts
         _settle(out, options, runner, plans, is_resumed=asked.resume)
         try:
             runner.run(plans, stack.enter_context(place.stage))
@@ -250,9 +251,14 @@ def _publish(context: Context, record: "Record", out: Path, *, as_json: bool) ->
     else:
         for text in lines:
             stdout.print(text, markup=False)
-        for table in run_tables(analysis):
-            stdout.print(table, width=None if stdout.is_terminal else _FILE_COLUMNS)
+        _print_tables(run_tables(analysis))
     stderr.print(f"wrote {out / _RECORD}", markup=False)
+
+
+def _print_tables(tables: Sequence[Table]) -> None:
+    wide = stdout if stdout.is_terminal else Console(width=_FILE_COLUMNS, highlight=False)
+    for table in tables:
+        wide.print(table)
 
 
 # ---------------------------------------------------------------- compare
@@ -274,5 +280,4 @@ def compare(context: Context, a: Path, b: Path, *, as_json: bool) -> None:
         data: dict[str, Any] = msgspec.to_builtins({"differences": differences})
         print_json(context.envelope(data))
     else:
-        table = difference_table(differences)
-        stdout.print(table, width=None if stdout.is_terminal else _FILE_COLUMNS)
+        _print_tables([difference_table(differences)])

@@ -1,0 +1,254 @@
+"""Effects, noise and verdicts on made periods with a planted effect, a drift, or none."""
+
+import pytest
+
+from millpond.bench.analysis import analyse
+from millpond.bench.comparing import compare
+from millpond.bench.effects import Effect, effects_of
+from millpond.bench.headlines import headlines
+from millpond.bench.observations import WHOLE
+from millpond.bench.periods import plan_periods
+from millpond.bench.records import Plan, Sources
+from millpond.bench.scenario import Design, Mixed, Moved, Scenario, Sessions
+from millpond.model.errors import ConfigError
+from tests.unit.bench_values import noisy, period, periods, sample
+
+PLANS = plan_periods(Design(rounds=1, aa_rounds=1), ["off", "millpond"])
+SCENARIO = Scenario(name="s", description="d", workload=(Moved(name="g", lengths=(1,), prompts=1),))
+
+
+def base_ms(i: int) -> float:
+    """Prompts differ a hundredfold: only pairing sees an effect of a few percent."""
+    return 10.0 * (1 + 10 * i)
+
+
+def planted(ratio: float):  # noqa: ANN201
+    return lambda plan, i: base_ms(i) / (ratio if plan.cache == "millpond" else 1.0)
+
+
+def ttft(effects: list[Effect], part: str = "moved") -> Effect:
+    (found,) = [each for each in effects if (each.part, each.metric) == (part, "ttft_ms")]
+    return found
+
+
+def test_rounds_are_off_on_on_off_after_those_of_a_a() -> None:
+    assert [plan.cache for plan in PLANS] == ["off"] * 4 + ["off", "millpond", "millpond", "off"]
+    assert [plan.round for plan in PLANS] == [0] * 4 + [1] * 4
+    assert [plan.pair for plan in PLANS[4:]] == [0, 0, 1, 1]
+    assert [plan.number for plan in PLANS] == list(range(8))
+    three = plan_periods(Design(rounds=2, aa_rounds=0), ["off", "x", "y"])
+    assert [plan.cache for plan in three[:8]] == ["off", "x", "x", "off", "off", "y", "y", "off"]
+    assert len(three) == 16
+
+
+@pytest.mark.parametrize("ratio", [1.1, 2.0, 50.0])
+def test_a_planted_effect_is_recovered_within_its_interval(ratio: float) -> None:
+    effect = ttft(effects_of(periods(PLANS, noisy(planted(ratio), share=0.05, seed=1)), seed=1))
+    interval = effect.ratio.interval
+    assert interval is not None
+    assert interval.low <= ratio <= interval.high
+    assert effect.verdict == "faster"
+    assert (effect.noise_source, effect.num_prompts) == ("A/A rounds", 60)
+    assert len(effect.pairs) == 2
+
+
+def test_a_loss_is_called_one() -> None:
+    effect = ttft(effects_of(periods(PLANS, noisy(planted(0.8), share=0.05, seed=1)), seed=1))
+    assert effect.verdict == "slower"
+    assert effect.gain_share == pytest.approx(-0.25, abs=0.05)
+
+
+def test_where_nothing_differs_nothing_is_found() -> None:
+    found = 0
+    for seed in range(40):
+        made = periods(PLANS, noisy(planted(1.0), share=0.1, seed=seed), num_prompts=15)
+        effect = ttft(effects_of(made, seed=1))
+        found += effect.verdict != "within noise"
+        assert effect.noise is not None
+    assert found <= 1
+
+
+def test_a_steady_drift_is_no_effect_and_shows_in_the_pairs() -> None:
+    def drifting(plan: Plan, i: int) -> float:
+        return base_ms(i) * (1 + 0.1 * plan.position)
+
+    made = periods(PLANS, noisy(drifting, share=0.01, seed=1))
+    effect = ttft(effects_of(made, seed=1))
+    first, second = (pair.ratio.value for pair in effect.pairs)
+    assert first < 0.95
+    assert second > 1.05
+    assert effect.verdict == "within noise"
+    shifts = {shift.cache: shift.ratio.value for shift in analyse(made).shifts if shift.later > 4}
+    assert shifts["off"] == pytest.approx(1.3, abs=0.02)
+    assert shifts["millpond"] == pytest.approx(1.2 / 1.1, abs=0.02)
+
+
+def test_an_effect_within_the_noise_floor_is_none() -> None:
+    """The machine is restless: A/A pairs differ by more than the cache does."""
+
+    def restless(plan: Plan, i: int) -> float:
+        factor = 1.3 if plan.round == 0 and plan.position == 1 else 1.0
+        return base_ms(i) * factor / (1.1 if plan.cache == "millpond" else 1.0)
+
+    effect = ttft(effects_of(periods(PLANS, noisy(restless, share=0.01, seed=1)), seed=1))
+    assert effect.ratio.interval is not None
+    assert effect.ratio.interval.low > 1.05
+    assert effect.verdict == "within noise"
+
+
+def test_without_a_a_the_off_periods_are_the_noise_floor() -> None:
+    plans = plan_periods(Design(rounds=1, aa_rounds=0), ["off", "millpond"])
+    effect = ttft(effects_of(periods(plans, noisy(planted(2.0), share=0.05, seed=1)), seed=1))
+    assert effect.noise_source == "OFF periods"
+    assert effect.noise is not None
+    assert effect.noise.low < 1 < effect.noise.high
+
+
+def test_prompts_are_paired_and_not_the_medians() -> None:
+    plans = plan_periods(Design(rounds=1, aa_rounds=0), ["off", "millpond"])
+    made = periods(plans, planted(1.2))
+    made[1].samples.reverse()
+    made[2].samples = made[2].samples[3:]
+    effect = ttft(effects_of(made, seed=1))
+    assert effect.ratio.value == pytest.approx(1.2)
+    assert [pair.num_prompts for pair in effect.pairs] == [30, 27]
+
+
+def test_failed_requests_are_counted_and_in_no_figure() -> None:
+    made = periods(PLANS, planted(2.0))
+    made[5].samples[0] = sample(0, None)
+    analysis = analyse(made)
+    assert analysis.num_errors == {"millpond": 1}
+    assert ttft(analysis.effects).num_prompts == 59
+    assert any("1 of 240 requests FAILED" in line for line in headlines(SCENARIO, analysis))
+
+
+def test_outliers_are_named_and_stay_in() -> None:
+    made = periods(PLANS, noisy(lambda _plan, _i: 100.0, share=0.02, seed=1))
+    made[6].samples[7].ttft_ms = 900.0
+    analysis = analyse(made)
+    worst = max(analysis.outliers, key=lambda outlier: outlier.score)
+    assert (worst.key, worst.period, worst.cache, worst.value_ms) == ("g/7", 6, "millpond", 900.0)
+    (on,) = [s for s in analysis.summaries if (s.cache, s.metric) == ("millpond", "ttft_ms")]
+    assert on.num_values == 60
+    assert on.quantiles["p99"].value > 300
+
+
+def test_a_session_is_the_sum_of_its_turns() -> None:
+    plans = plan_periods(Design(rounds=1, aa_rounds=0), ["off", "millpond"])
+
+    def turns(plan: Plan) -> list[object]:
+        ttft_ms = 50.0 if plan.cache == "millpond" else 100.0
+        return [
+            sample(3 * i + turn, ttft_ms, unit=f"s/{i}", turn=turn)
+            for i in range(4)
+            for turn in range(3)
+        ]
+
+    made = [period(plan, turns(plan)) for plan in plans]  # pyright: ignore[reportArgumentType]
+    made[3].samples[0].error, made[3].samples[0].ttft_ms = "lost", None
+    by_metric = {e.metric: e for e in effects_of(made, seed=1) if e.part == WHOLE}
+    total, span = by_metric["total_ttft_ms"], by_metric["span_ms"]
+    assert (total.base_median_ms, total.other_median_ms) == (300.0, 150.0)
+    assert (span.base_median_ms, span.other_median_ms) == (2130.0, 2080.0)
+    assert total.num_prompts == 7, "a session with a lost turn is no session"
+
+
+def test_tokens_are_counted_by_source() -> None:
+    made = periods(PLANS, planted(2.0), num_prompts=3)
+    one, two, three = made[5].samples
+    one.sources = Sources(
+        computed_tokens=10, local_tokens=20, loaded_tokens=70, writers={"a": 30, "b": 40}
+    )
+    two.cached_tokens = 60
+    assert three.sources is None
+    (tokens,) = [each for each in analyse(made[5:6]).tokens if each.cache == "millpond"]
+    found = (tokens.computed, tokens.local, tokens.own, tokens.other, tokens.unknown)
+    assert found == (50, 80, 30, 40, 100)
+
+
+def test_sentences_say_first_what_moved_and_cold_requests_and_sessions_did() -> None:
+    scenario = Scenario(
+        name="s",
+        description="d",
+        workload=(
+            Moved(name="g", lengths=(1,), prompts=1),
+            Sessions(
+                name="talk",
+                placement="fixed",
+                initial_tokens=(9,),
+                sessions=1,
+                turns=2,
+                growth_tokens=1,
+                output_tokens=1,
+            ),
+        ),
+    )
+    made = periods(PLANS, noisy(planted(4.0), share=0.02, seed=1))
+    for each in made:
+        ttft_ms = 50.0 if each.plan.cache == "millpond" else 100.0
+        each.samples += [
+            sample(i, 80.0 + i, role="cold", key=f"c{i}", unit=f"c{i}") for i in range(9)
+        ]
+        each.samples += [
+            sample(
+                i, ttft_ms + i, group="talk 9", key=f"t{i}", unit=f"talk 9/{i // 2}", role="local"
+            )
+            for i in range(8)
+        ]
+    lines = headlines(scenario, analyse(made))
+    assert lines[0].startswith("moved requests, g: TTFT")
+    assert "4.0" in lines[0]
+    assert "faster, beyond noise" in lines[0]
+    assert "by A/A rounds" in lines[0]
+    assert lines[1].startswith("cold requests, g: TTFT")
+    assert "within noise" in lines[1]
+    assert lines[2].startswith("sessions, talk 9: sum of TTFT")
+    assert lines[3].startswith("sessions, talk 9: whole session")
+
+
+def test_the_share_from_which_sharing_pays_is_told() -> None:
+    shares = (0.0, 0.5, 1.0)
+    scenario = Scenario(
+        name="s",
+        description="d",
+        workload=(Mixed(name="mix", moved_shares=shares, tokens=9, prompts=8),),
+    )
+    made = periods(PLANS, planted(1.0), num_prompts=0)
+    for each in made:
+        for share in shares:
+            gain = 40.0 * share if each.plan.cache == "millpond" else 0.0
+            group = f"mix {share:g}"
+            each.samples += [
+                sample(
+                    i, 100.0 - gain + i % 3, group=group, key=f"{group}{i}", unit=f"{group}{i // 2}"
+                )
+                for i in range(16)
+            ]
+    assert "millpond pays from a moved share of 50% on" in headlines(scenario, analyse(made))
+
+
+# ---------------------------------------------------------------- two runs
+
+
+def test_two_runs_are_compared_prompt_by_prompt() -> None:
+    before = periods(PLANS, noisy(planted(2.0), share=0.02, seed=1))
+    after = periods(
+        PLANS,
+        noisy(
+            lambda plan, i: planted(2.0)(plan, i) / (1.5 if plan.cache == "millpond" else 1.0),
+            share=0.02,
+            seed=2,
+        ),
+    )
+    found = {each.cache: each for each in compare(before, after) if each.metric == "ttft_ms"}
+    assert found["millpond"].ratio.value == pytest.approx(1.5, rel=0.03)
+    assert found["millpond"].verdict == "faster"
+    assert found["off"].verdict == "within noise"
+
+
+def test_runs_without_a_prompt_in_common_are_refused() -> None:
+    one = periods(PLANS, planted(2.0))
+    other = plan_periods(Design(rounds=1, aa_rounds=0), ["off", "millpond"])[1:2]
+    with pytest.raises(ConfigError, match="no prompt in common"):
+        compare(one, periods(other, planted(2.0)))
