@@ -266,6 +266,16 @@ def test_numbers_that_begin_anew_are_of_another_process() -> None:
     assert cache.held() is None
 
 
+def test_another_process_may_have_other_blocks_and_groups() -> None:
+    cache = Cache()
+    kind = "chunked_local_attention"
+    cache.send(stored(IDS, 32), stored(IDS, 32, **GROUP, kv_cache_spec_kind=kind))
+    assert cache.held() is None
+    cache.number = -1
+    cache.send(stored(IDS, 16))
+    assert cache.held() == 96
+
+
 def test_a_replica_that_was_down_is_asked_for_everything() -> None:
     cache = Cache()
     cache.send(stored(IDS, 16))
@@ -316,6 +326,10 @@ def test_memory_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     assert cache.feed.statistics() == {"num_blocks": 0}
     assert cache.held() is None
     assert "more than 10 blocks" in caplog.text
+    cache.number = -1
+    cache.send(*(stored(IDS, 16, held=[], group_idx=i) for i in range(1000)))
+    assert len(cache.feed._cached._groups) == 0
+    assert "more than 256 groups" in caplog.text
 
 
 def test_what_becomes_known_and_unknown_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

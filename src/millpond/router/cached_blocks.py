@@ -21,6 +21,7 @@ from millpond.router.tokens import NO_EXTRA, ROOT, TokenId, TokenNames, block_na
 
 BLOCKS_MAX: Final = 1_000_000
 """Of one replica, all groups together; 16 M tokens in blocks of 16."""
+_GROUPS_MAX: Final = 256
 _OWN_MEDIA: Final = frozenset({None, "GPU"})
 """Events also tell of further tiers, which are not the cache that a request finds."""
 _NIL: Final = b"\xc0"
@@ -98,7 +99,7 @@ class _Group:
 class CachedBlocks:
     """The blocks of one replica's own cache, named by their tokens.
 
-    After ``NotUnderstood`` it is to be cleared, or thrown away.
+    After ``NotUnderstood`` it is to be restarted, or thrown away.
     """
 
     def __init__(self, *, num_blocks_max: int = BLOCKS_MAX) -> None:
@@ -109,10 +110,12 @@ class CachedBlocks:
         self._hashes: dict[bytes, BlockHash] = {}
         self._unknown_kind: str | None = None
 
-    @property
-    def block_tokens(self) -> int | None:
-        """Tokens of a block; None until one was stored."""
-        return None if self._main is None else self._groups[self._main].block_tokens
+    def restart(self) -> None:
+        """Forget everything: another process may have other groups and other blocks."""
+        self._main = self._unknown_kind = None
+        self._groups.clear()
+        self._names.clear()
+        self._hashes.clear()
 
     def clear(self) -> None:
         """Forget all blocks; which groups there are stays known."""
@@ -181,6 +184,8 @@ class CachedBlocks:
         kind = event.kv_cache_spec_kind
         group = self._groups.get(index)
         if group is None or event.block_size > group.block_tokens:
+            if len(self._groups) >= _GROUPS_MAX:
+                raise NotUnderstood(f"more than {_GROUPS_MAX} groups")
             num_needed = _num_needed(event)
             if num_needed == 0:
                 self._unknown_kind = kind

@@ -93,7 +93,7 @@ class Feed:
         """
         if self._is_known or (is_final and not self._is_hopeless):
             _log.warning("cache unknown: replica=%s why=%s", self._replica.name, why)
-        self._cached.clear()
+        self._cached.restart()
         self._next = 0
         self._is_hopeless = is_final
         self._replica.is_cache_known = False
@@ -131,7 +131,6 @@ class Feed:
             return
         cleared = [i for i, x in enumerate(batch.events) if isinstance(x, AllBlocksCleared)]
         if cleared:
-            self._cached.clear()
             self._next = number + 1
             self._know()
             self._note(batch.events[cleared[-1] :])
