@@ -1,4 +1,4 @@
-"""The OpenAI-compatible front of the replicas: places requests, and tells what moved.
+"""The OpenAI-compatible front of the replicas: where a request goes, and what became of it.
 
 ``app`` answers clients, ``placement/`` decides, ``replicas`` and ``health`` know who is there,
 ``holdings`` who holds how much of a prompt: by its text, by tokens (``tokenizing``), by what caches
