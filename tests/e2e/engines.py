@@ -5,8 +5,11 @@
     attention   a, b  full attention, adapters x and y          blocks of 64
                 c     the same model in float32                 blocks of 128
     guarded     a, b  hybrid, every page summed and compared
-    gated       a, b  hybrid, little memory, copies held back by tests; b waits for a
+    gated       a, b  hybrid, little memory, copies held back by tests; b waits for a; a router
     parallel    a     hybrid on two ranks, copies held back by tests
+    telling     a, b  hybrid, publish what their caches hold
+                c     sliding windows and attention, little memory, too
+                d     attention, little memory, adapter x, too
     older       a, b  hybrid on vLLM 0.27.1
     as_026      a, b  the same, with the local lookup of 0.26 (engine_026.py)
 
@@ -33,6 +36,7 @@ import pytest
 
 from millpond.config import PoolConfig
 from millpond.launch.engine_client import Completion, EngineClient
+from millpond.launch.front import FrontOptions
 from millpond.launch.replica import Replica
 from millpond.launch.system import System, SystemOptions
 from millpond.launch.tiny import (
@@ -306,6 +310,23 @@ def gated_config(replica: str, socket: Path, *, pending_wait_s: float = 0.0) -> 
     )
 
 
+def telling_address(socket: Path, replica: str) -> str:
+    """Return where a replica of the system ``telling`` publishes, as the router is told."""
+    return ",".join(f"{kind}=ipc://{socket}-{replica}-{kind}" for kind in ("events", "replay"))
+
+
+def telling_args(socket: Path, replica: str) -> tuple[str, ...]:
+    """Return the arguments of a replica that publishes what its cache holds."""
+    places = dict(place.split("=") for place in telling_address(socket, replica).split(","))
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": places["events"],
+        "replay_endpoint": places["replay"],
+    }
+    return ("--kv-events-config", json.dumps(config))
+
+
 class Stage:
     """Starts the systems that tests ask for; see the module."""
 
@@ -434,6 +455,9 @@ class Stage:
                 *HYBRID_ARGS,
                 *("--num-gpu-blocks-override", "48"),
             ),
+            front=FrontOptions(
+                policy="round-robin", admin_socket=socket.with_name("gated-router.sock")
+            ),
             replica_args={
                 "a": gated_config("a", socket),
                 "b": gated_config("b", socket, pending_wait_s=PENDING_WAIT_S),
@@ -447,6 +471,28 @@ class Stage:
             socket,
             environ={"OMP_NUM_THREADS": "1"},  # of each rank
             engine_args=(*HYBRID_ARGS, "--tensor-parallel-size", "2", *gated_config("a", socket)),
+        )
+
+    def _telling(self, socket: Path) -> SystemOptions:
+        hybrid = self.model("hybrid")
+        small = ("--served-model-name", hybrid, *CHUNK_ARGS)
+        adapter = f"x={make_adapter(self._folder / 'x', seed=ord('x'))}"
+        others = {
+            "c": ("--model", self.model("sliding"), *small, "--block-size", "128"),
+            "d": (
+                *("--model", self.model("attention"), *small, "--block-size", "64"),
+                *("--num-gpu-blocks-override", "80"),
+                *("--enable-lora", "--max-lora-rank", "8", "--lora-modules", adapter),
+            ),
+        }
+        return self._options(
+            hybrid,
+            4,
+            socket,
+            engine_args=HYBRID_ARGS,
+            replica_args={
+                name: (*others.get(name, ()), *telling_args(socket, name)) for name in "abcd"
+            },
         )
 
     def _older(self, socket: Path) -> SystemOptions:

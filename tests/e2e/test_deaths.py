@@ -13,7 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import BLOCK, SETTLE_S, Gates, Replicas, assert_same, lease_of, prompt
+from tests.e2e.engines import (
+    BLOCK,
+    REQUEST_TIMEOUT_S,
+    SETTLE_S,
+    Gates,
+    Replicas,
+    assert_same,
+    lease_of,
+    prompt,
+)
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -54,6 +63,16 @@ def serves_and_hits(replicas: Replicas, writer: str, reader: str) -> None:
     replicas.settle()
 
 
+def served_by(replicas: Replicas) -> str:
+    """Return which replica answers a short completion through the router."""
+    system = replicas.system
+    body = {"model": system.options.model, "prompt": prompt(20, next(SEEDS)), "max_tokens": 2}
+    url = f"{system.front.api_url}/completions"
+    answer = httpx.post(url, json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+    assert answer.is_success, answer.text
+    return answer.headers["x-millpond-replica"]
+
+
 def test_a_replica_killed_while_it_stores_and_loads(gated: Replicas, gates: Gates) -> None:
     stored, loaded = (prompt(3 * BLOCK + 20, next(SEEDS)) for _ in range(2))
     gated.ask("b", loaded)
@@ -73,9 +92,11 @@ def test_a_replica_killed_while_it_stores_and_loads(gated: Replicas, gates: Gate
     for ids in (stored, loaded):
         _, name = gated.ask("b", ids)
         assert gated.report(name).prompt_tokens == len(ids)
+    assert {served_by(gated) for _ in range(4)} == {"b"}, "the router's requests go on"
     gated.settle()
     gated.system.restart_replica("a")
     gated.joined("a")
+    eventually(lambda: served_by(gated) == "a", "a gets requests again", timeout_s=SETTLE_S)
     serves_and_hits(gated, "b", "a")
 
 
