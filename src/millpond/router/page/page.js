@@ -143,21 +143,26 @@ function showTimes(ttft) {
   drawDots(ttft.dots);
 }
 
-function scale(values, from, to) {
-  const low = Math.min(...values) / 1.25;
-  const high = Math.max(...values) * 1.25;
-  const width = Math.log(high / low);
+// Steps within a power of ten, the first that give an axis enough lines.
+const STEPS = [[1], [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9]];
+const TICKS_MIN = 4;
+
+function ticksBetween(low, high, steps) {
   const ticks = [];
   for (let ten = Math.floor(Math.log10(low)); ten <= Math.log10(high); ten += 1) {
-    for (const step of [1, 2, 5]) {
-      const value = step * 10 ** ten;
-      if (value >= low && value <= high) ticks.push(value);
-    }
+    for (const step of steps) ticks.push(Number((step * 10 ** ten).toPrecision(3)));
   }
-  const every = Math.ceil(ticks.length / 8);
+  return ticks.filter((each) => each >= low && each <= high);
+}
+
+function scale(values, from, to) {
+  const low = Math.min(...values) / 1.2;
+  const high = Math.max(...values) * 1.2;
+  const choices = STEPS.map((steps) => ticksBetween(low, high, steps));
+  const width = Math.log(high / low);
   return {
     at: (value) => from + (to - from) * (Math.log(value / low) / width),
-    ticks: ticks.filter((_, i) => i % every === 0),
+    ticks: choices.find((ticks) => ticks.length >= TICKS_MIN) ?? choices.at(-1),
   };
 }
 
@@ -182,7 +187,7 @@ function drawDots(all) {
   for (const tick of up.ticks) {
     const y = up.at(tick);
     parts.push(drawn("line", { class: "grid", x1: 58, x2: width - 12, y1: y, y2: y }));
-    parts.push(drawn("text", { x: 52, y: y + 4, "text-anchor": "end" }, seconds(tick).replace(".0", "")));
+    parts.push(drawn("text", { x: 52, y: y + 4, "text-anchor": "end" }, seconds(tick).replace(".0 ", " ")));
   }
   for (const [source, tokens, ms] of dots) {
     const place = `translate(${across.at(tokens).toFixed(1)} ${up.at(ms).toFixed(1)})`;
@@ -213,6 +218,8 @@ function showRequests(requests) {
       return number(value, "td", { role: "cell", "data-label": label, class: "num tokens" });
     };
     const isFine = each.status === 200 && each.ended === "complete";
+    // A client that goes is its own affair, and many go with the last event, before the end.
+    const isBad = each.status !== 200 || !["complete", "client-gone"].includes(each.ended);
     const ended = each.ended === "complete" ? `${each.status}` : `${each.status ?? ""} ${each.ended}`.trim();
     return element("tr", { role: "row", class: each.attribution === "pool" ? "" : "is-guess" },
       cell("Time", clock(each.arrived_at), { title: new Date(each.arrived_at * 1000).toISOString() }),
@@ -225,7 +232,7 @@ function showRequests(requests) {
       tokens("Pool, own", "pool-own"), tokens("Pool, other", "pool-other"),
       cell("First token", each.ttft_ms === null ? "–" : seconds(each.ttft_ms), { class: "num first" }),
       cell("Known by", known[each.attribution] ?? "–", { class: each.attribution === "pool" ? "usual" : "" }),
-      cell("Ended", ended, { class: isFine ? "usual" : "bad" }));
+      cell("Ended", ended, { class: `ended ${isFine ? "usual" : ""} ${isBad ? "bad" : ""}` }));
   });
   fill(byId("requests"), rows, "No request yet.", 13);
 }
