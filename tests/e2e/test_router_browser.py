@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import aiohttp
 import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from tests.conftest import chromium
 from tests.faults.router_process import Live, process_of
 from tests.faults.router_traffic import BLOCK, PooledReplicas, ask
-from tests.faults.router_world import Front, ScriptedReplica, answer, front, run, until
+from tests.faults.router_world import (
+    STREAM_HEAD,
+    Call,
+    Front,
+    ScriptedReplica,
+    answer,
+    chunk,
+    front,
+    run,
+    until,
+)
 from tests.faults.world import Daemon, short_folder
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
@@ -190,6 +201,36 @@ def test_names_that_clients_choose_are_text() -> None:
                 blocked = "Content Security Policy"
                 await until(lambda: any(blocked in each for each in found.problems), blocked)
                 assert await found.page.title() == "Millpond router"
+
+    run(scenario)
+
+
+def test_guesses_and_failures_look_like_it() -> None:
+    async def broken(call: Call) -> None:
+        call.write(STREAM_HEAD + chunk(b"data: half an ev"))
+        await call.drain()
+        call.kill()
+
+    async def scenario() -> None:
+        replica = ScriptedReplica("a")
+        async with front(replica) as router, seen(router.url, (1100, 800)) as found:
+            async with router.post({"prompt": "x" * 3000}) as reply:
+                await reply.read()
+            replica.script = broken
+            with pytest.raises(aiohttp.ClientPayloadError):
+                async with router.post({"prompt": "x" * 3000}) as reply:
+                    await reply.read()
+            rows = found.page.get_by_role("table", name="Last requests").get_by_role("row")
+            await expect(rows).to_have_count(3)
+            failed, guessed = rows.nth(1), rows.nth(2)
+            await expect(failed.get_by_role("cell", name="200 replica-gone")).to_have_class(
+                re.compile(r"\bbad\b")
+            )
+            await expect(guessed.get_by_role("cell", name="guess")).to_be_visible()
+            await expect(guessed.locator(".tokens").first).to_have_css("font-style", "italic")
+            await expect(found.page.locator("#sentence")).to_contain_text("no pool answers")
+            assert await found.page.evaluate(OVERHANGS) == []
+            assert found.problems == []
 
     run(scenario)
 
