@@ -36,6 +36,12 @@ class Copies:
         """Bytes that these copies move."""
         return int(self.lengths.sum())
 
+    def distinct_lengths(self) -> list[int]:
+        """Return the lengths that occur, in order: one, as a rule."""
+        if len(self.lengths) and (self.lengths == self.lengths[0]).all():
+            return [int(self.lengths[0])]
+        return np.unique(self.lengths).tolist()
+
     def part(self, some: slice | NDArray[np.bool_]) -> "Copies":
         """Return some of these."""
         return Copies(self.sources[some], self.targets[some], self.lengths[some])

@@ -127,16 +127,19 @@ class CudaStream:
         """Return the routes of the copies, and the lengths that go each."""
         found: dict[Route, list[int]] = {}
         routes = self._routes()
-        for length in np.unique(copies.lengths).tolist():
+        for length in copies.distinct_lengths():
             found.setdefault(routes.of(self._direction, length), []).append(length)
         return found
 
     def copy(self, copies: Copies) -> object:
         """Enqueue a portion, each page by the route of its size."""
         try:
+            by_route = self._routes_of(copies)
+            if len(by_route) == 1:
+                return self._enqueue(*by_route, copies)
             return [
                 self._enqueue(route, copies.part(np.isin(copies.lengths, lengths)))
-                for route, lengths in self._routes_of(copies).items()
+                for route, lengths in by_route.items()
             ]
         except (cudart.CudaFailed, RuntimeError) as failure:  # torch and Triton raise the latter
             raise CopyFailed(str(failure)) from failure
