@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.engines import EXACT, OLDER_PYTHON, Gates, Replicas, Stage
 
-SYSTEMS = ("shared", "attention", "guarded", "gated", "parallel", "older", "as_026")
+SYSTEMS = ("shared", "attention", "guarded", "gated", "parallel", "telling", "older", "as_026")
 """In the order in which tests run, so that each starts once."""
 SYSTEM_OF_FIXTURE = {"hybrid": "shared", "sliding": "shared"} | {s: s for s in SYSTEMS}
 
@@ -74,6 +74,12 @@ def gated(stage: Stage) -> Replicas:
 def parallel(stage: Stage) -> Replicas:
     """One hybrid engine on two tensor-parallel ranks."""
     return Replicas(stage.system("parallel"), b="a")
+
+
+@pytest.fixture
+def telling(stage: Stage) -> Replicas:
+    """Engines that publish what their caches hold: two hybrid ones, and others."""
+    return Replicas(stage.system("telling"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@
     telling     a, b  hybrid, publish what their caches hold
                 c     sliding windows and attention, little memory, too
                 d     attention, little memory, adapter x, too
-    older       a, b  hybrid on vLLM 0.27.1
+    older       a, b  hybrid on vLLM 0.27.1, publish what their caches hold
     as_026      a, b  the same, with the local lookup of 0.26 (engine_026.py)
 
 A system starts when a test first asks for it and ends when a test asks for another one.
@@ -497,7 +497,12 @@ class Stage:
 
     def _older(self, socket: Path) -> SystemOptions:
         return self._options(
-            self.model("hybrid"), 2, socket, engine_args=HYBRID_ARGS, python=OLDER_PYTHON
+            self.model("hybrid"),
+            2,
+            socket,
+            engine_args=HYBRID_ARGS,
+            replica_args={name: telling_args(socket, name) for name in "ab"},
+            python=OLDER_PYTHON,
         )
 
     def _as_026(self, socket: Path) -> SystemOptions:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,17 @@ class Front:
 
 
 @contextmanager
-def router(replicas: Replicas, policy: str) -> Iterator[Front]:
+def router(
+    replicas: Replicas, policy: str, addresses: Mapping[str, str] | None = None
+) -> Iterator[Front]:
+    """Run a router before ``a`` and ``b``, or replicas whose addresses say more."""
+    places = addresses or {
+        name: replicas.system.replica(name).url for name in (replicas.a, replicas.b)
+    }
     argv = [sys.executable, "-m", "millpond.cli", "router", "--policy", policy, "--port", "0"]
     argv += ["--pool-socket", str(replicas.system.socket)]
-    for name in (replicas.a, replicas.b):
-        argv += ["--replica", f"{name}={replicas.system.replica(name).url}"]
+    for name, address in places.items():
+        argv += ["--replica", f"{name}={address}"]
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
         log_file = Path(folder) / "access.jsonl"
         argv += ["--admin-socket", f"{folder}/router.sock", "--access-log", str(log_file)]
