@@ -74,6 +74,7 @@ MEASUREMENTS = (
     Measurement("copies", "copies.py", (), ("--mib", "64", "--rounds", "3")),
     Measurement("checksums", "checksums.py", (), ("--mib", "64", "--rounds", "3")),
     Measurement("router", "router.py", (), ("--rounds", "1", "--seconds", "1")),
+    Measurement("identity", "identity.py", (), ("--rounds", "1")),
     Measurement("replicas", "replicas.py", (), ("--rounds", "1", "--pairs", "4")),
 )
 
