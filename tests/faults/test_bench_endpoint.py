@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import json
+import os
 import random
 import signal
 import time
@@ -20,11 +22,15 @@ from millpond.bench.records import Record, Sample, load_record
 from millpond.bench.scenario import Design, Moved, Scenario, Sessions
 from millpond.bench.stages import LiveStage
 from millpond.bench.workloads import Piece, Request, requests_of
+from millpond.cli import run
+from millpond.cli.exits import Exit
 from millpond.model.errors import ConfigError, ExpectedError, SetupError
 from tests.faults.scripted_endpoint import Asked, Endpoint, ScriptedStage, Stream
 
-OFF_S, ON_S = 0.08, 0.04
-SPREAD_S = 0.012
+OFF_S, ON_S = 0.2, 0.1
+SPREAD_S = 0.02
+MACHINE_MS = 10.0
+"""What a machine that has other work adds to a time now and then."""
 WAIT_S = 10.0
 SCENARIO = Scenario(
     name="s",
@@ -48,7 +54,7 @@ def serving(off_s: float, on_s: float):  # noqa: ANN201
     """Return a script whose first token comes later with the cache off; seeded by request."""
 
     async def script(endpoint: Endpoint, asked: Asked, stream: Stream) -> None:
-        spread_s = random.Random(asked.request_id[-4:]).uniform(-SPREAD_S, SPREAD_S)
+        spread_s = random.Random(asked.request_id).uniform(-SPREAD_S, SPREAD_S)
         await asyncio.sleep((on_s if endpoint.cache == "millpond" else off_s) + spread_s)
         for _ in range(3):
             await stream.token()
@@ -122,10 +128,12 @@ def test_a_planted_effect_is_recovered_and_a_a_shows_none(tmp_path: Path) -> Non
     effect = ttft(analysis.effects, "moved")
     interval, noise = effect.saved_ms.interval, effect.noise
     assert interval is not None
-    assert interval.low <= 1000 * (OFF_S - ON_S) <= interval.high
+    planted_ms = 1000 * (OFF_S - ON_S)
+    assert interval.low - MACHINE_MS <= planted_ms <= interval.high + MACHINE_MS
     assert effect.verdict == "faster"
     assert noise is not None
-    assert noise.low <= 1 <= noise.high
+    assert noise.low < 1.2
+    assert noise.high > 1 / 1.2
 
 
 def test_no_effect_is_found_where_there_is_none(tmp_path: Path) -> None:
@@ -336,6 +344,53 @@ def test_ctrl_c_keeps_what_is_done_and_a_resumed_run_ends_it(tmp_path: Path) -> 
     assert [period.is_complete for period in second.periods] == [True] * 8
     assert second.periods[:6] == first.periods[:6]
     assert ttft(analyse(second.periods).effects, "moved").num_prompts == 12
+
+
+TOML = """
+name = "short"
+description = "d"
+[design]
+warm_up = 1
+[[workload]]
+kind = "moved"
+lengths = [20]
+prompts = 4
+output_tokens = 3
+gap_s = 0.0
+"""
+
+
+def test_the_command_reports_what_is_done_after_ctrl_c_and_goes_on_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(interrupts_at: int | None):  # noqa: ANN202
+        async def answer(endpoint: Endpoint, _asked: Asked, stream: Stream) -> None:
+            if len(endpoint.asked) == interrupts_at:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(WAIT_S)
+            await stream.token()
+            await stream.done()
+
+        return answer
+
+    (tmp_path / "short.toml").write_text(TOML)
+    argv = ["bench", "run", str(tmp_path / "short.toml"), "--out", str(tmp_path / "out")]
+    argv += ["--caches", "off", "--rounds", "0", "--model", "m", "--json"]
+    with Endpoint(script(interrupts_at=9 + 9 + 4)) as endpoint:
+        argv += ["--url", f"a={endpoint.url}"]
+        assert run(argv, {}) == Exit.INTERRUPTED
+        document = json.loads(capsys.readouterr().out)
+        assert document["data"]["analysis"]["num_incomplete_periods"] == 1
+        assert "A/A, moved 20" in document["data"]["headlines"][0]
+        record = load_record(tmp_path / "out" / "bench.json")
+        assert [len(period.samples) for period in record.periods] == [8, 8, 2]
+
+        endpoint.script = script(interrupts_at=None)
+        endpoint.asked.clear()
+        assert run([*argv, "--resume"], {}) == Exit.OK
+    assert len(endpoint.asked) == 9 + 9
+    record = load_record(tmp_path / "out" / "bench.json")
+    assert [len(period.samples) for period in record.periods] == [8] * 4
 
 
 def test_a_period_of_another_run_is_not_taken_over(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from millpond.bench.effects import Effect, Observed, effects_of, values_by_key
+from millpond.bench.effects import Effect, Observed, effects_of, noise_floor, values_by_key
 from millpond.bench.observations import Cell, Observation, observe_all
 from millpond.bench.records import Period, Sample, serve_metrics
 from millpond.bench.statistics import (
@@ -100,6 +100,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     effects: list[Effect]
+    noise_floor: list[Effect]
     summaries: list[Summary]
     drifts: list[Drift]
     shifts: list[Shift]
@@ -122,6 +123,7 @@ def analyse(periods: Sequence[Period], *, seed: int = 1) -> Analysis:
     )
     return Analysis(
         effects=effects_of(periods, seed=seed),
+        noise_floor=noise_floor(periods, seed=seed),
         summaries=_summaries(periods, observed, seed),
         drifts=_drifts(periods, observed),
         shifts=_shifts(periods, observed, seed),

@@ -90,6 +90,19 @@ def effects_of(periods: Sequence[Period], *, seed: int) -> list[Effect]:
     return found
 
 
+def noise_floor(periods: Sequence[Period], *, seed: int) -> list[Effect]:
+    """Return the same figures for the A/A rounds, in which nothing was changed."""
+    observed = observe_all(periods)
+    found: list[Effect] = []
+    for base in dict.fromkeys(period.plan.base for period in periods):
+        mine = [p for p in periods if p.plan.is_aa and p.plan.base == base]
+        for cell in dict.fromkeys(cell for p in mine for cell in observed[p.plan.number]):
+            effect = paired_effect(_pairs(mine, observed, cell), cell, seed)
+            if effect is not None:
+                found.append(msgspec.structs.replace(effect, base=base, other=base))
+    return found
+
+
 def judge(ratio: Estimate, noise: Interval | None) -> Verdict:
     """Return whether a ratio lies beyond noise with the whole of its interval."""
     interval = ratio.interval

@@ -20,6 +20,10 @@ def headlines(scenario: Scenario, analysis: Analysis) -> list[str]:
     lines += _sessions(scenario, analysis)
     lines += _pays_from(scenario, analysis)
     if not lines:
+        lines += [
+            f"A/A, {e.group}: TTFT {_ratio(e)}" for e in analysis.noise_floor if e.metric == _TTFT
+        ]
+    if not lines:
         lines.append("nothing to compare yet: no prompt was answered with and without the cache")
     failed = sum(analysis.num_errors.values())
     if failed:
@@ -74,12 +78,14 @@ def _workload_of(group: str) -> str:
 
 
 def _change(effect: Effect) -> str:
+    times = f"{format_ms(effect.base_median_ms)} -> {format_ms(effect.other_median_ms)}"
+    return f"{times}, {_ratio(effect)}, {_percent(effect)}: {_verdict(effect)}"
+
+
+def _ratio(effect: Effect) -> str:
     interval = effect.ratio.interval
     known = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f})"
-    times = f"{format_ms(effect.base_median_ms)} -> {format_ms(effect.other_median_ms)}"
-    ratio = effect.ratio.value
-    speed = f"{ratio:.2f} times as fast{known}, {_percent(effect)}"
-    return f"{times}, {speed}: {_verdict(effect)}"
+    return f"{effect.ratio.value:.2f} times as fast{known}"
 
 
 def _percent(effect: Effect) -> str:

@@ -23,6 +23,7 @@ def run_tables(analysis: Analysis) -> list[Table]:
     """Return the tables of one run, those without a row left out; the rest is in the record."""
     tables = [
         effect_table([each for each in analysis.effects if each.metric in _SHOWN]),
+        _noise_table([each for each in analysis.noise_floor if each.metric in _SHOWN]),
         _quantile_table([each for each in analysis.summaries if each.metric in _SHOWN]),
         _token_table(analysis),
         _cache_table(analysis),
@@ -48,6 +49,22 @@ def effect_table(effects: Sequence[Effect]) -> Table:
             " ".join(f"{pair.ratio.value:.2f}" for pair in effect.pairs),
             _interval(effect.noise),
             effect.verdict,
+        )
+    return table
+
+
+def _noise_table(effects: Sequence[Effect]) -> Table:
+    table = _table("A/A rounds: the same ratio where nothing was changed", "what")
+    for name in ("outer", "inner", "ratio", "95 %", "pairs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for effect in effects:
+        table.add_row(
+            _row_name(effect.group, effect.part, effect.metric),
+            format_ms(effect.base_median_ms),
+            format_ms(effect.other_median_ms),
+            f"{effect.ratio.value:.2f}",
+            _interval(effect.ratio.interval),
+            " ".join(f"{pair.ratio.value:.2f}" for pair in effect.pairs),
         )
     return table
 

@@ -186,7 +186,8 @@ def _settle(
     from millpond.bench.records import write_json
 
     run_file = out / _RUN
-    settled = msgspec.to_builtins({"scenario": runner.scenario, "options": options})
+    chosen = {"scenario": runner.scenario, "options": options}
+    settled = msgspec.json.decode(msgspec.json.encode(chosen))  # as it will be read again
     if run_file.exists():
         if not is_resumed:
             raise ConfigError(f"{out} holds a run: go on with --resume, or give another --out")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 from millpond.cli.context import Context
 from millpond.cli.output import ProgressLine
 from millpond.cli.up import show_start
+from millpond.config import CONFIG_VARIABLE
 from millpond.config.values import replicas
-from millpond.launch.demo import ENGINE_ENVIRON
 from millpond.launch.resources import pick_device
 from millpond.launch.system import SystemOptions
 from millpond.model.errors import ConfigError
@@ -23,6 +23,8 @@ DEFAULT_POOL: Final = "1GiB"
 _TINY_ENGINE_ARGS: Final = ("--max-num-seqs", "8", "--max-model-len", "20000")
 _ENGINE_ARGS: Final = ("--enable-prompt-tokens-details",)
 """What an engine found in its own cache is told without a pool as well."""
+_ENGINE_ENVIRON: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""The first one is for /reset_prefix_cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +125,19 @@ def _system_options(
     # A folder with a short path: that of a socket has a limit.
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millpond-bench-")))
     model, args = asked.model, [*_ENGINE_ARGS, *asked.engine_args]
+    environ = {**context.environ, **_ENGINE_ENVIRON}
+    if context.config_file is not None:
+        # Connectors read the file only where the environment names it.
+        environ[CONFIG_VARIABLE] = str(context.config_file.absolute())
     if model is None:
         model, tiny_args = _make_tiny(folder / "model", asked.tiny)
         args = [*tiny_args, *args]
+        environ["HF_HUB_OFFLINE"] = "1"  # it is in no hub
     return SystemOptions(
         model=model,
         num_replicas=config.num_replicas,
         device=cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ)),
-        environ={**context.environ, **ENGINE_ENVIRON},
+        environ=environ,
         pool=replace(config.pool, socket=folder / "pool.sock"),
         engine_args=args,
         run_dir=logs,
