@@ -173,6 +173,7 @@ def test_a_publisher_that_restarts_begins_with_nothing() -> None:
             await a.publish(stored(OTHER, 16))
             await holds(router, a=992, b=0)
             await a.restart()
+            await holds(router, a=0, b=0)
             await a.publish(stored(IDS[:160], 16))
             await holds(router, a=160, b=0)
             await a.restart()

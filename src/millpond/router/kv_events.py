@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from millpond.router.cached_blocks import AllBlocksCleared, CachedBlocks, Event, NotUnderstood
 from millpond.router.replicas import Replica
@@ -27,6 +28,8 @@ _MESSAGE_BYTES_MAX: Final = 64 * 2**20
 _WAITING_MAX: Final = 1000
 """Batches that may wait for us; what a publisher drops beyond is asked for again."""
 _AGAIN_S: Final = 5.0
+_LOST: Final = zmq.EVENT_DISCONNECTED
+_JOINED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _NUMBER_BYTES: Final = 8
 _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -220,24 +223,38 @@ class _Listening:
         """Listen for ever."""
         with (
             self._socket(zmq.SUB) as socket,
-            # A process that follows may have got as far in numbers as the one before it had.
-            socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as lost,
+            socket.get_monitor_socket(_LOST | _JOINED) as changes,
         ):
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(self._events)
-            await self._ask_again(0)  # the publisher may have been there for long
+            either = zmq.asyncio.Poller()
+            either.register(socket, zmq.POLLIN)
+            either.register(changes, zmq.POLLIN)
             while True:
-                frames = await socket.recv_multipart()
-                while await lost.poll(0):
-                    await lost.recv_multipart()
-                    self._feed.forget("the connection was lost")
-                if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
-                    missing = self._feed.take(int.from_bytes(frames[1], "big"), frames[2])
-                    if missing is not None:
-                        await self._ask_again(missing)
-                else:
-                    self._feed.give_up("a message of another form", is_final=True)
+                await either.poll()
+                frames = await socket.recv_multipart() if await socket.poll(0) else None
+                # Only now: what changed before a message came is sure to be there.
+                while await changes.poll(0):
+                    await self._note_change(await changes.recv_multipart())
+                if frames is not None:
+                    await self._take(frames)
                 await asyncio.sleep(0)  # what waits already would be one long turn
+
+    async def _note_change(self, frames: list[bytes]) -> None:
+        if parse_monitor_message(frames)["event"] == _JOINED:
+            # It may have been there for long; what it says from now on is heard.
+            await self._ask_again(0)
+        else:
+            # A process that follows may get as far in numbers as this one did.
+            self._feed.forget("the connection was lost")
+
+    async def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
+            self._feed.give_up("a message of another form", is_final=True)
+            return
+        missing = self._feed.take(int.from_bytes(frames[1], "big"), frames[2])
+        if missing is not None:
+            await self._ask_again(missing)
 
     async def _ask_again(self, start: int) -> None:
         if self._replay is None:
