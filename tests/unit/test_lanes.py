@@ -203,6 +203,29 @@ def test_a_failure_of_what_is_waited_for_is_the_error_of_who_waits() -> None:
     assert engine.close(WAIT_S)
 
 
+class HalfStream(SlowStream):
+    """Takes the first portion, whose copies last until the test says so, and no other."""
+
+    def copy(self, copies: Copies) -> object:
+        if self.taken:
+            raise OSError("no more today")
+        return super().copy(copies)
+
+
+def test_a_failure_is_told_of_when_what_was_taken_has_ended() -> None:
+    device = SlowDevice()
+    half = device.streams[Direction.STORE] = HalfStream()
+    half.room.pass_now(None)
+    half.may_end.clear()
+    engine = StreamCopyEngine(device)
+    many = submit(engine, Direction.STORE, MANY)
+    engine.step()
+    assert not many.wait(0.1)
+    half.may_end.set()
+    assert many.wait(WAIT_S)
+    assert engine.close(WAIT_S)
+
+
 class BrokenStream(SlowStream):
     """Fails in a way that nobody has thought of, where the test says so."""
 

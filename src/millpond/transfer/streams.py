@@ -152,11 +152,9 @@ class Lane:
                     continue
             awaited = self._hand_over(1)
             if awaited is not None:
-                # Not by who else may come by: it is asleep that it is waited for here.
-                try:
-                    awaited.wait()
-                except Exception as failure:  # noqa: BLE001 - see the module
-                    self._give_up(_described(failure))
+                error = _wait(awaited)
+                if error is not None:
+                    self._give_up(error)
             del awaited  # or its memory would be held until the next
 
     def _hand_over(self, num_copies: int) -> Event | None:
@@ -243,13 +241,7 @@ class Lane:
     def _has_landed(self, item: InFlight) -> bool:
         # guards: the model must not read a page before the load's last byte (E4): it is the
         # event behind it that is asked, and a failure that the event tells of is no landing.
-        try:
-            if item.end is None or not item.end.is_passed():
-                return False
-            item.end.wait()
-        except Exception:  # noqa: BLE001 - the ending thread finds the same and reports it
-            return False
-        return True
+        return item.end is not None and item.end.is_passed() and _wait(item.end) is None
 
     def _end_landing(self, item: InFlight, *, is_landed: bool) -> None:
         """Tell of a landing, or that there will be none, unless that has been done."""
@@ -280,13 +272,11 @@ class Lane:
         return self._closed and self._num_unfinished == 0
 
     def _report(self, item: InFlight) -> None:
-        error = item.error
         submission = item.submission
-        try:
-            if item.end is not None:
-                item.end.wait()
-        except Exception as failure:  # noqa: BLE001 - see the module
-            error = _described(failure)
+        error = item.error
+        if item.end is not None:
+            failed = _wait(item.end)  # behind an error as well: a part may be on its way
+            error = error or failed
         self._end_landing(item, is_landed=error is None)
         # guards: a slot, or a page of the engine, must not be used again while a copy from or
         # to it is in flight (E5): leases and references end in on_done, behind the event.
@@ -300,6 +290,15 @@ class Lane:
             submission.ends.on_done(ticket)
         except Exception:
             logger.exception("event=end_failed direction=%s", submission.direction.value)
+
+
+def _wait(event: Event) -> str | None:
+    """Wait for an event; return what failed before it, or None."""
+    try:
+        event.wait()
+    except Exception as failure:  # noqa: BLE001 - see the module
+        return _described(failure)
+    return None
 
 
 def _described(failure: Exception) -> str:
