@@ -410,7 +410,7 @@ def test_time_left_is_told_once_something_is_known(tmp_path: Path) -> None:
         runner_in(tmp_path, seen.append).run(PLANS[:2], ScriptedStage(endpoint))
     assert seen[0].left_s is None
     assert seen[-1].left_s == pytest.approx(0.0)
-    assert [doing.what for doing in seen[:2]] == ["starting", "warming up"]
+    assert [doing.what for doing in seen[:3]] == ["starting", "settling", "warming up"]
     assert max(doing.num_sent for doing in seen) == 12
 
 

@@ -124,6 +124,8 @@ class Runner:
             traffic={},
         )
         num_warm = self.scenario.design.warm_up
+        progress.show("settling")
+        time.sleep(self.scenario.design.settle_s)
         progress.show("warming up")
         warm_up = [some[:num_warm] for some in self._requests(f"{self.scenario.seed}/warm-up")]
         asyncio.run(self._send(warm_up, scene, period.warm_up.append, f"{plan.number}-warm"))

@@ -40,11 +40,14 @@ class Design(_Table, frozen=True, kw_only=True):
     """How often to measure.
 
     A round is four periods, OFF-ON-ON-OFF; ``aa_rounds`` come first and are OFF in all four.
-    ``warm_up`` requests of each workload come before each period and are kept apart.
+    ``settle_s`` pass between the start of a period's replicas and its warm-up: on a GPU the
+    arena is registered meanwhile. ``warm_up`` requests of each workload come before each
+    period and are kept apart.
     """
 
     rounds: Annotated[int, Meta(ge=0, le=1000)] = 1
     aa_rounds: Annotated[int, Meta(ge=0, le=1000)] = 1
+    settle_s: Seconds = 0.0
     warm_up: Annotated[int, Meta(ge=0, le=10_000)] = 4
     request_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
 
