@@ -154,6 +154,15 @@ def test_what_is_being_computed_counts_until_the_first_byte() -> None:
     assert underway.num_held("a", "xyzw") == 0
 
 
+def test_what_was_computed_is_not_kept() -> None:
+    underway = PrefixesUnderway()
+    for _ in range(100):
+        ended = record("a")
+        underway.note(ended, "xyz")
+        ended.first_byte_ns = 5
+    assert len(underway._underway["a"]) == 1
+
+
 def holdings(*events: str, identity: Identity = Identity.AUTO) -> tuple[Holdings, Replicas]:
     """Return what is known of replicas a, b and so on, of which some publish at ``events``."""
     replicas = Replicas()

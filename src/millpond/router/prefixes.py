@@ -117,21 +117,23 @@ class PrefixesUnderway:
     def note(self, record: Record, keys: Sequence[Hashable]) -> None:
         """Take note that the replica of ``record`` gets a prompt."""
         if record.replica is not None:
-            self._underway.setdefault(record.replica, []).append((record, keys))
+            underway = self._still_underway(record.replica)
+            self._underway[record.replica] = [*underway, (record, keys)]
 
     def num_held(self, replica: str, keys: Sequence[Hashable]) -> int:
         """Return how many blocks of a prompt a replica is computing for other requests."""
-        underway = [
-            (record, others)
-            for record, others in self._underway.pop(replica, ())
+        underway = self._still_underway(replica)
+        return max((_num_common(others, keys) for _, others in underway), default=0)
+
+    def _still_underway(self, replica: str) -> list[tuple[Record, Sequence[Hashable]]]:
+        return [
+            (record, keys)
+            for record, keys in self._underway.get(replica, ())
             if record.first_byte_ns is None
             and record.ended_ns is None
             # A request that was tried there in vain is at another one.
             and record.replica == replica
         ]
-        if underway:
-            self._underway[replica] = underway
-        return max((_num_common(others, keys) for _, others in underway), default=0)
 
     def forget(self, replica: str) -> None:
         """Take note that a replica computes nothing of what it was given."""
