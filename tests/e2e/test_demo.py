@@ -66,7 +66,8 @@ def a_conversation_was_had(found: dict[str, Any]) -> None:
     assert second["computed_tokens"] == second["prompt_tokens"] - 4096
     assert last["pool_other_tokens"] > 0
     assert last["local_tokens"] > 0, "what it has heard itself is there still"
-    assert found["on_ttft_s"] < found["off_ttft_s"]
+    assert second["ttft_s"] < off[1]["ttft_s"], "where most is saved, also on a busy machine"
+    assert found["on_ttft_s"] == pytest.approx(sum(turn["ttft_s"] for turn in on))
     assert found["counts"]["router"] == found["counts"]["pool"] == found["counts"]["engines"]
     asked = sum(turn["prompt_tokens"] for turn in (*off, *on))
     assert sum(n for each in found["counts"]["router"].values() for n in each.values()) == asked
