@@ -131,7 +131,10 @@ class RestartStage:
 
 
 class LaunchedStage:
-    """Starts ``options`` once, and switches its pool from period to period."""
+    """Starts ``options`` once, and switches its pool from period to period.
+
+    Where it has a router, that one is asked.
+    """
 
     def __init__(self, options: SystemOptions, *, on_progress: Progress) -> None:
         self._options = options
@@ -146,7 +149,11 @@ class LaunchedStage:
             with _joined(system):
                 pass
             socket = None if options.pool is None else options.pool.socket
-            self._live = stack.enter_context(LiveStage(targets_of(system), socket=socket))
+            router = None
+            if options.front is not None:
+                router = Target("router", system.front.url, options.model)
+            live = LiveStage(targets_of(system), socket=socket, router=router)
+            self._live = stack.enter_context(live)
             self._stack = stack.pop_all()
         return self
 

@@ -12,6 +12,7 @@ from millpond.cli.output import ProgressLine
 from millpond.cli.up import show_start
 from millpond.config import CONFIG_VARIABLE
 from millpond.config.values import replicas
+from millpond.launch.front import FrontOptions
 from millpond.launch.resources import pick_device
 from millpond.launch.system import SystemOptions
 from millpond.model.errors import ConfigError
@@ -33,6 +34,7 @@ class Asked:
 
     urls: tuple[str, ...]
     router: str | None
+    policy: str | None
     launch: str | None
     model: str | None
     tiny: str
@@ -71,13 +73,16 @@ def place_of(
         return _running(asked)
     if asked.router or asked.socket:
         raise ConfigError("--router and --socket are of running replicas: give each with --url")
-    options = _system_options(context, asked, logs, stack)
     switch = asked.switch or "restart"
+    if asked.policy and switch == "restart":
+        raise ConfigError("--policy needs --switch live: without a pool no router is started")
+    options = _system_options(context, asked, logs, stack)
     kind = RestartStage if switch == "restart" else LaunchedStage
     kept = {
         "switch": switch,
         "model": asked.model or f"tiny-{asked.tiny}",
         "num_replicas": options.num_replicas,
+        "policy": asked.policy,
         "device": options.device,
         "pool_bytes": None if options.pool is None else options.pool.size_bytes,
         "engine_args": list(options.engine_args),
@@ -91,6 +96,10 @@ def _running(asked: Asked) -> Place:
 
     if asked.switch == "restart" or asked.launch or asked.engine_args:
         raise ConfigError("replicas given with --url run already: they can't be started anew")
+    if asked.policy:
+        raise ConfigError(
+            "--policy is of a router that is started: give the running one's --router"
+        )
     if asked.socket is None and asked.caches != OFF:
         raise ConfigError(
             "switching the pool of running replicas needs its address: give its --socket, or "
@@ -115,7 +124,8 @@ def _system_options(
         "up.device": asked.device,
         "up.model": asked.model or "made on the spot",
         "up.replicas": asked.launch,
-        "up.router": False,
+        "up.router": asked.policy is not None,
+        "router.policy": asked.policy,
         "pool.size": asked.size,
     }
     settings = context.settings(own)
@@ -139,6 +149,9 @@ def _system_options(
         device=cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ)),
         environ=environ,
         pool=replace(config.pool, socket=folder / "pool.sock"),
+        front=None
+        if config.router is None
+        else FrontOptions(policy=config.router.policy, admin_socket=folder / "router.sock"),
         engine_args=args,
         run_dir=logs,
         start_timeout_s=config.start_timeout_s,
