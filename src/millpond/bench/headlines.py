@@ -1,6 +1,5 @@
 """What a reader wants first, in sentences: moved, cold, sessions, and when sharing pays."""
 
-import re
 from collections.abc import Iterator, Sequence
 
 from millpond.bench.analysis import Analysis
@@ -10,13 +9,14 @@ from millpond.bench.scenario import Mixed, Scenario, Sessions
 
 _TTFT = "ttft_ms"
 _TOTAL = "total_ttft_ms"
+_PARTS = {"moved": "moved requests", "cold": "cold requests", "any": "requests"}
 
 
 def headlines(scenario: Scenario, analysis: Analysis) -> list[str]:
     """Return the sentences, most wanted first; one that says so where nothing was compared."""
-    lines = [*_requests(analysis, "moved", "moved requests")]
-    lines += _requests(analysis, "cold", "cold requests")
-    lines += _requests(analysis, "any", "requests")
+    lines: list[str] = []
+    for part, name in _PARTS.items():
+        lines += _requests(scenario, analysis, part, name)
     lines += _sessions(scenario, analysis)
     lines += _pays_from(scenario, analysis)
     if not lines:
@@ -33,9 +33,12 @@ def headlines(scenario: Scenario, analysis: Analysis) -> list[str]:
     return lines
 
 
-def _requests(analysis: Analysis, part: str, name: str) -> Iterator[str]:
+def _requests(scenario: Scenario, analysis: Analysis, part: str, name: str) -> Iterator[str]:
+    mixed = [each.name for each in scenario.workload if isinstance(each, Mixed)]
     for effect in analysis.effects:
-        if (effect.part, effect.metric) == (part, _TTFT):
+        # Of a mixed workload the shares are of interest, and have a line of their own.
+        is_mixed = _workload_of(effect.group) in mixed
+        if (effect.part, effect.metric) == (part, _TTFT) and not is_mixed:
             yield f"{name}, {effect.group}: TTFT {_change(effect)}"
 
 
@@ -55,11 +58,15 @@ def _pays_from(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
             found = payoff(analysis.effects, workload.name, other)
             if not found:
                 continue
-            paying = [share for share, effect in found if effect.verdict == "faster"]
-            if paying:
-                yield f"{other} pays from a moved share of {min(paying):.0%} on"
+            pays_from = None
+            for share, effect in reversed(found):
+                if effect.verdict != "faster":
+                    break
+                pays_from = share
+            if pays_from is None:
+                yield f"{other} does not pay at a moved share of {found[-1][0]:.0%}"
             else:
-                yield f"{other} pays at none of the moved shares tried"
+                yield f"{other} pays from a moved share of {pays_from:.0%} on"
 
 
 def payoff(effects: Sequence[Effect], workload: str, other: str) -> list[tuple[float, Effect]]:
@@ -74,7 +81,7 @@ def payoff(effects: Sequence[Effect], workload: str, other: str) -> list[tuple[f
 
 
 def _workload_of(group: str) -> str:
-    return re.sub(r" [\d.e+-]+$", "", group)
+    return group.partition(" ")[0]
 
 
 def _change(effect: Effect) -> str:
