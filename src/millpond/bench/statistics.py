@@ -18,8 +18,8 @@ from scipy import stats
 Values = npt.NDArray[np.float64]
 
 RESAMPLES: Final = 2000
-_BATCH: Final = 200
-"""Of resamples in memory at once: a trace has tens of thousands of requests."""
+_DRAWN_AT_ONCE: Final = 4_000_000
+"""Values of resamples in memory: a trace has tens of thousands of requests."""
 CONFIDENCE: Final = 0.95
 QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 OUTLIER_SCORE: Final = 3.5
@@ -100,7 +100,7 @@ def _over_requests(pooled: Values, statistic: Callable[..., Values], seed: int) 
         (pooled,),
         statistic,
         n_resamples=RESAMPLES,
-        batch=_BATCH,
+        batch=min(RESAMPLES, max(1, _DRAWN_AT_ONCE // len(pooled))),
         confidence_level=CONFIDENCE,
         # BCa needs a jackknife, which says nothing about quantiles.
         method="percentile",
