@@ -25,6 +25,7 @@ from millpond.bench.workloads import Request, requests_of
 from millpond.model.errors import ConfigError, ExpectedError
 
 POSITIONS: Final = 4
+_SHARE_TOLD_MIN: Final = 0.1
 
 
 def plan_periods(design: Design, caches: Sequence[str]) -> list[Plan]:
@@ -188,22 +189,40 @@ class _Progress:
     num_waiting: int
     plan: Plan | None = None
     num_requests: int = 0
-    num_begun: int = 0
-    started_s: float = field(default_factory=time.monotonic)
+    begun_s: list[float] = field(default_factory=list[float])
+    measuring_s: float = 0.0
 
     def begin(self, plan: Plan, num_requests: int) -> None:
         """Go on to the next period."""
         self.plan, self.num_requests = plan, num_requests
-        self.num_begun += 1
+        self.begun_s.append(time.monotonic())
         self.show("starting")
 
     def show(self, what: str, *, num_sent: int = 0) -> None:
         """Tell what is going on in this period."""
         if self.plan is None:
             raise ValueError("show() before begin()")
-        num_done = self.num_begun - 1 + num_sent / max(1, self.num_requests)
-        elapsed_s = time.monotonic() - self.started_s
-        left_s = elapsed_s * (self.num_waiting / num_done - 1) if num_done else None
+        if num_sent == 0:
+            self.measuring_s = time.monotonic()
         self.on_progress(
-            Doing(self.plan, self.num_periods, what, num_sent, self.num_requests, left_s)
+            Doing(
+                self.plan,
+                self.num_periods,
+                what,
+                num_sent,
+                self.num_requests,
+                self._left_s(num_sent / max(1, self.num_requests)),
+            )
         )
+
+    def _left_s(self, share: float) -> float | None:
+        """Return the time left by the periods before, or by this one once a tenth is done."""
+        now_s, begun_s = time.monotonic(), self.begun_s[-1]
+        if len(self.begun_s) > 1:
+            period_s = (begun_s - self.begun_s[0]) / (len(self.begun_s) - 1)
+        elif share >= _SHARE_TOLD_MIN:
+            period_s = (self.measuring_s - begun_s) + (now_s - self.measuring_s) / share
+        else:
+            return None
+        left_s = max(0.0, period_s - (now_s - begun_s))
+        return left_s + period_s * (self.num_waiting - len(self.begun_s))
