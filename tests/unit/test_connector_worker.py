@@ -14,6 +14,7 @@ from millpond.model.layout import LayerPages, PartLayout
 from millpond.model.names import Coverage
 from millpond.service.client import ReplicaIdentity
 from millpond.service.protocol import Link
+from millpond.transfer import Direction, Ends, Ticket
 from millpond.transfer.link import LinkReport, LinkSpeed
 
 SESSION = 7
@@ -50,6 +51,8 @@ class NotReady:
         return False
 
     def adopt(self, _: object) -> None: ...
+
+    def step(self) -> None: ...
 
     def submit(self, *_: object, **__: object) -> None:
         pytest.fail("a job was submitted to an engine that is not ready")
@@ -178,8 +181,65 @@ def test_the_memory_of_a_daemon_that_is_gone_is_given_up(monkeypatch: pytest.Mon
     assert worker._past_sessions == []
 
 
+class Held(NotReady):
+    """A copy engine that ends nothing by itself."""
+
+    def __init__(self) -> None:
+        self.ends: list[Ends] = []
+
+    def is_ready(self, _: int) -> bool:
+        return True
+
+    def submit(self, *_: object, ends: Ends, **__: object) -> None:
+        self.ends.append(ends)
+
+
+def submitted(worker: Any, monkeypatch: pytest.MonkeyPatch, step: StepMetadata) -> Ends:  # noqa: ANN401
+    engine = worker._copy_engine = Held()
+    monkeypatch.setattr(worker, "_copies", lambda *_: None)
+    worker.start_loads(step)
+    worker.start_stores(step)
+    (ends,) = engine.ends
+    return ends
+
+
+def test_a_load_that_has_landed_is_reported_once_and_its_lease_ends_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = FakeClient()
+    worker = make_worker(client)
+    ends = submitted(worker, monkeypatch, StepMetadata(loads=[job(1)]))
+    assert ends.on_landed is not None
+    ends.on_landed()
+    assert worker.finished() == (set(), {"request-1"}, set())
+    assert client.finished == []
+    ends.on_done(Ticket(Direction.LOAD, 0, 0, None))
+    assert client.finished == [(1, True)]
+    assert worker.finished() == (set(), set(), set())
+
+
+def test_a_load_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make_worker(FakeClient())
+    ends = submitted(worker, monkeypatch, StepMetadata(loads=[job(1)]))
+    ends.on_done(Ticket(Direction.LOAD, 0, 0, "planted"))
+    assert worker.finished() == (set(), {"request-1"}, {"request-1"})
+
+
+def test_nothing_is_there_before_it_has_been_checked_or_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = make_worker(FakeClient())
+    store = submitted(worker, monkeypatch, StepMetadata(stores=[job(1)]))
+    worker._checksums = NoSums()
+    load = submitted(worker, monkeypatch, StepMetadata(loads=[job(2)]))
+    assert store.on_landed is None
+    assert load.on_landed is None
+
+
 class NoSums:
     """Checksums that fail in a way that nobody has thought of."""
+
+    is_on = True
 
     def check(self, *_: object) -> None:
         raise MemoryError("planted")

@@ -1,6 +1,7 @@
 """What the scheduler's side and the workers' side of the connector tell each other."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -49,6 +50,10 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Job] = field(default_factory=list[Job])
     stores: list[Job] = field(default_factory=list[Job])
     delayed: set[str] = field(default_factory=set[str])
+
+
+NOT_READY: Final = "the arena is not ready for copies yet"
+"""Why a load fails whose slots are not registered with the device, yet or at all."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 from millpond.connector.adapters import Adapters
 from millpond.connector.geometry import EngineLayout
 from millpond.connector.link import Link
-from millpond.connector.metadata import Job, PartJob, StepMetadata, StepResults
+from millpond.connector.metadata import NOT_READY, Job, PartJob, StepMetadata, StepResults
 from millpond.connector.requests import Pinned, RequestState, skips_pool
 from millpond.model.errors import MillpondError
 from millpond.model.leases import NO_SLOT, WriteLease
@@ -43,6 +43,8 @@ _PENDING_POLL_S: Final = 0.02
 """Between two lookups of a request that waits for another replica."""
 _PENDING_GAP_S: Final = 0.5
 """A writer of whom nothing has been seen for so long is not waited for."""
+_NOT_READY_S: Final = 5.0
+"""For so long nothing is looked up after a load that found its arena not ready for copies."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class SchedulerSide:
         self._stores: dict[int, _StoreInFlight] = {}
         self._delayed: set[str] = set()
         self._failed_loads: set[str] = set()
+        self._look_again_s = 0.0
         self._next_job_id = 0
         self._adapters = Adapters()
 
@@ -118,11 +121,12 @@ class SchedulerSide:
             (request.num_tokens - 1) // layout.block_tokens,
             state.extend_keys(layout.block_tokens, layout.hash_tokens),
         )
+        now_s = time.monotonic()
         useless = num_blocks <= first_block or request.skip_reading_prefix_cache
-        if useless or state.skips_pool or state.load_failed or not self._settings.load:
+        cannot = state.skips_pool or state.load_failed or now_s < self._look_again_s
+        if useless or cannot or not self._settings.load:
             self._release(state)
             return 0
-        now_s = time.monotonic()
         if now_s < state.ask_again_s:
             return None
         pinned = self._pin(state, num_blocks, first_block)
@@ -391,6 +395,9 @@ class SchedulerSide:
             self._end_store(job_id, num_ranks)
         for request_id, reason in results.loads_failed.items():
             logger.warning("event=load_failed request=%s reason=%r", request_id, reason)
+            if reason == NOT_READY:
+                # Others would fail as well, and a failed load costs more than a miss.
+                self._look_again_s = time.monotonic() + _NOT_READY_S
             state = self._states.get(request_id)
             if state is not None:
                 state.load_failed = True

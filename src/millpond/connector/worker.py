@@ -25,7 +25,7 @@ from millpond.arena.arena import Arena
 from millpond.connector import versions
 from millpond.connector.geometry import EngineLayout, describe_layout, layer_memory
 from millpond.connector.link import Link
-from millpond.connector.metadata import Job, RankLayout, StepMetadata, StepResults
+from millpond.connector.metadata import NOT_READY, Job, RankLayout, StepMetadata, StepResults
 from millpond.model.errors import DaemonGone, ExpectedError, UnsupportedEngine
 from millpond.model.limits import LINK_PROBLEM_LENGTH_MAX
 from millpond.service.client import ReplicaIdentity, WorkerClient
@@ -333,7 +333,7 @@ class WorkerSide:
                 logger.error("event=job_refused request=%s reason=slot_outside", job.request_id)
                 return "a slot lies outside the arena"
         if not self._copy_engine.is_ready(self._end_offset(job)):
-            return "the arena is not ready for copies yet"
+            return NOT_READY
         return None
 
     def _end_offset(self, job: Job) -> int:
