@@ -148,6 +148,22 @@ def test_a_client_that_goes_ends_its_request_upstream(first: bytes) -> None:
     run(scenario)
 
 
+def test_a_client_that_goes_after_the_last_event_has_had_it_all() -> None:
+    """OpenAI's own client does, before the stream's end has come."""
+
+    async def scenario() -> None:
+        held = Held(EVENT + DONE)
+        async with front(ScriptedReplica("a", held)) as router:
+            async with router.raw(REQUEST) as (reader, _):
+                await reader.readuntil(DONE)
+            async with asyncio.timeout(10):
+                await held.closed.wait()
+            (line,) = await router.logged(1)
+            assert line["ended"] == "complete"
+
+    run(scenario)
+
+
 async def _two_streams(router: Front, one: Held, other: Held) -> tuple[bytes, bytes]:
     """Start a stream on each replica, kill the first one, let the other end."""
     async with router.post(BODY) as first, router.post(BODY) as second:

@@ -38,6 +38,8 @@ _REPEATABLE_PATHS: Final = frozenset(
 """POSTs that leave nothing behind in a replica. ``/v1/responses`` may store its answer."""
 _PIECE_BYTES: Final = 2**20
 _EVENTS: Final = b"text/event-stream"
+_LAST_EVENT: Final = b"data: [DONE]\n\n"
+"""Behind which clients hang up: OpenAI's does not wait for the end of the body."""
 _EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -124,7 +126,8 @@ class Exchange:
             await self._run(placer)
         except asyncio.CancelledError:
             if self._expired is None:
-                self._record.ended = Ended.CLIENT_GONE
+                has_all = self._record.is_stream and self._tail.endswith(_LAST_EVENT)
+                self._record.ended = Ended.COMPLETE if has_all else Ended.CLIENT_GONE
                 raise
             await self._end_expired(self._expired)
 
