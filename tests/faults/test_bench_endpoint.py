@@ -388,7 +388,9 @@ def test_the_command_reports_what_is_done_after_ctrl_c_and_goes_on_from_there(
         endpoint.script = script(interrupts_at=None)
         endpoint.asked.clear()
         assert run([*argv, "--resume"], {}) == Exit.OK
-    assert len(endpoint.asked) == 9 + 9
+        assert len(endpoint.asked) == 9 + 9
+        assert run([*argv, "--resume"], {}) == Exit.OK
+        assert len(endpoint.asked) == 9 + 9, "one that is done is only reported"
     record = load_record(tmp_path / "out" / "bench.json")
     assert [len(period.samples) for period in record.periods] == [8] * 4
 

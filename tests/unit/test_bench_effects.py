@@ -220,7 +220,7 @@ def test_sentences_say_first_what_moved_and_cold_requests_and_sessions_did() -> 
     [
         ((0.0, 20.0, 40.0), "millpond pays from a moved share of 50% on"),
         ((20.0, 0.0, 40.0), "millpond pays from a moved share of 100% on"),
-        ((20.0, 20.0, 0.0), "millpond does not pay at a moved share of 100%"),
+        ((20.0, 20.0, 0.0), "millpond: no gain beyond noise at a moved share of 100%"),
     ],
 )
 def test_the_share_from_which_sharing_pays_is_told(

@@ -64,7 +64,7 @@ def _pays_from(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
                     break
                 pays_from = share
             if pays_from is None:
-                yield f"{other} does not pay at a moved share of {found[-1][0]:.0%}"
+                yield f"{other}: no gain beyond noise at a moved share of {found[-1][0]:.0%}"
             else:
                 yield f"{other} pays from a moved share of {pays_from:.0%} on"
 

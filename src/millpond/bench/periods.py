@@ -93,14 +93,18 @@ class Runner:
 
     def run(self, plans: Sequence[Plan], stage: Stage) -> None:
         """Run all periods that are not done yet."""
-        done = {period.plan.number for period in self.periods}
-        waiting = [plan for plan in plans if plan.number not in done]
+        waiting = self.waiting(plans)
         progress = _Progress(self.on_progress, len(plans), len(waiting))
         for plan in waiting:
             requests = self.requests(plan)
             progress.begin(plan, sum(map(len, requests)))
             with stage.scene(plan.cache, plan.number) as scene:
                 self._run_one(plan, scene, requests, progress)
+
+    def waiting(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the plans that are not done yet."""
+        done = {period.plan.number for period in self.periods}
+        return [plan for plan in plans if plan.number not in done]
 
     def requests(self, plan: Plan) -> list[list[Request]]:
         """Return the requests of a period, by workload."""

@@ -124,8 +124,8 @@ class Record(msgspec.Struct, kw_only=True):
     facts: dict[str, object]
     periods: list[Period]
 
-    def save(self, path: Path, analysis: msgspec.Struct) -> None:
-        """Write the record, its analysis, and the metrics of each period beside its samples."""
+    def save(self, path: Path, analysis: msgspec.Struct | None = None) -> None:
+        """Write the record and the metrics of each period, with the analysis if there is one."""
         document = msgspec.to_builtins(self) | {"analysis": msgspec.to_builtins(analysis)}
         for built, period in zip(document["periods"], self.periods, strict=True):
             built["metrics"] = serve_metrics(period.samples, period.duration_s)

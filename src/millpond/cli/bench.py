@@ -139,7 +139,8 @@ def run(context: Context, scenario: str, *, as_json: bool, **flags: object) -> N
         runner.requests(plans[0])  # a trace that can't be read ends it before anything starts
         _settle(out, options, runner, plans, is_resumed=asked.resume)
         try:
-            runner.run(plans, stack.enter_context(place.stage))
+            if runner.waiting(plans):  # else nothing needs to be started
+                runner.run(plans, stack.enter_context(place.stage))
         finally:
             # After Ctrl-C and errors too: what was measured is worth a report.
             line.__exit__()
@@ -244,6 +245,7 @@ def _publish(context: Context, record: "Record", out: Path, *, as_json: bool) ->
     from millpond.bench.headlines import headlines
     from millpond.bench.tables import run_tables
 
+    record.save(out / _RECORD)  # the figures take a while, and this is what can't be had again
     analysis = analyse(record.periods)
     record.save(out / _RECORD, analysis)
     lines = headlines(record.scenario, analysis)
