@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from millpond.bench.scenario import Scenario
 
 _RECORD: Final = "bench.json"
+_PAGE: Final = "report.html"
 _RUN: Final = "run.json"
 _FILE_COLUMNS: Final = 160
 """Width of tables where they go to no terminal."""
@@ -32,6 +33,7 @@ _FILE_COLUMNS: Final = 160
     epilog=examples(
         "millpond bench list",
         "millpond bench run moved-cpu",
+        "millpond bench report report/bench/moved-cpu/bench.json",
         "millpond bench compare before/bench.json after/bench.json",
     )
 )
@@ -243,26 +245,70 @@ def _publish(context: Context, record: "Record", out: Path, *, as_json: bool) ->
     """Write the record and print the report."""
     from millpond.bench.analysis import analyse
     from millpond.bench.headlines import headlines
+    from millpond.bench.report import report_html
     from millpond.bench.tables import run_tables
 
     record.save(out / _RECORD)  # the figures take a while, and this is what can't be had again
     analysis = analyse(record.periods)
     record.save(out / _RECORD, analysis)
+    (out / _PAGE).write_text(report_html(record, analysis), encoding="utf-8")
     lines = headlines(record.scenario, analysis)
     if as_json:
-        data = {"record": str(out / _RECORD), "headlines": lines, "analysis": analysis}
+        files = {"record": str(out / _RECORD), "page": str(out / _PAGE)}
+        data = {**files, "headlines": lines, "analysis": analysis}
         print_json(context.envelope(msgspec.to_builtins(data)))
     else:
         for text in lines:
             stdout.print(text, markup=False)
         _print_tables(run_tables(analysis))
-    stderr.print(f"wrote {out / _RECORD}", markup=False)
+    stderr.print(f"wrote {out / _RECORD} and {out / _PAGE}", markup=False)
 
 
 def _print_tables(tables: Sequence[Table]) -> None:
     wide = stdout if stdout.is_terminal else Console(width=_FILE_COLUMNS, highlight=False)
     for table in tables:
         wide.print(table)
+
+
+# ---------------------------------------------------------------- report
+
+
+@bench.command(
+    epilog=examples(
+        "millpond bench report report/bench/study/bench.json",
+        "millpond bench report study/bench.json --out study.html",
+    )
+)
+@click.argument("record", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help=f"Where the page goes.  [default: {_PAGE} beside RECORD]",
+)
+@json_option
+@pass_context
+def report(context: Context, record: Path, out: Path | None, *, as_json: bool) -> None:
+    """Make the page of RECORD, a run's bench.json, as `millpond bench run` does at its end."""
+    from millpond.bench.analysis import analyse
+    from millpond.bench.headlines import headlines
+    from millpond.bench.records import load_record
+    from millpond.bench.report import report_html
+
+    loaded = load_record(record)
+    analysis = analyse(loaded.periods)
+    page = out or record.with_name(_PAGE)
+    try:
+        page.write_text(report_html(loaded, analysis), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {page} can't be written: {error}") from error
+    lines = headlines(loaded.scenario, analysis)
+    if as_json:
+        print_json(context.envelope({"page": str(page), "headlines": lines}))
+    else:
+        for text in lines:
+            stdout.print(text, markup=False)
+    stderr.print(f"wrote {page}", markup=False)
 
 
 # ---------------------------------------------------------------- compare
