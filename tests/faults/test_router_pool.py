@@ -221,7 +221,10 @@ def test_only_a_request_of_one_prompt_teaches_anything(
 
         async with front(ScriptedReplica("a", script), pool_socket=socket_path) as router:
             await joined(router)
-            before = router.router._holdings.text.bytes_per_token, router.router._estimates.constants
+            before = (
+                router.router._holdings.text.bytes_per_token,
+                router.router._estimates.constants,
+            )
             async with router.post(BODY) as reply:
                 await reply.content.read()
             (line,) = await router.logged(1)
