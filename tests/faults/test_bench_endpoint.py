@@ -406,20 +406,13 @@ def test_a_period_of_another_run_is_not_taken_over(tmp_path: Path) -> None:
         runner_in(tmp_path).resume(PLANS)
 
 
-def test_time_left_is_told_once_something_is_known(tmp_path: Path) -> None:
-    seen: list[tuple[Doing, float]] = []
-    with Endpoint(serving(OFF_S, OFF_S)) as endpoint:
-        listen = lambda doing: seen.append((doing, time.monotonic()))  # noqa: E731
-        runner_in(tmp_path, listen).run(PLANS[:3], ScriptedStage(endpoint))
-    assert [doing.what for doing, _ in seen[:3]] == ["starting", "settling", "warming up"]
-    assert max(doing.num_sent for doing, _ in seen) == 12
-    assert [doing.left_s for doing, _ in seen[:4]] == [None] * 4, "one of twelve is too little"
-    ended_s = seen[-1][1]
-    told = [(doing.left_s, ended_s - at_s) for doing, at_s in seen if doing.left_s is not None]
-    assert len(told) > 30
-    halfway = told[len(told) // 2]
-    assert halfway[0] == pytest.approx(halfway[1], rel=0.5)
-    assert told[-1][0] < 0.5 * told[0][0]
+def test_a_run_tells_what_it_is_doing(tmp_path: Path) -> None:
+    seen: list[Doing] = []
+    with Endpoint(serving(0.0, 0.0)) as endpoint:
+        runner_in(tmp_path, seen.append).run(PLANS[:2], ScriptedStage(endpoint))
+    assert [doing.what for doing in seen[:3]] == ["starting", "settling", "warming up"]
+    assert [doing.num_sent for doing in seen if doing.what == "measuring"] == [*range(1, 13)] * 2
+    assert {(doing.num_periods, doing.num_requests) for doing in seen} == {(2, 12)}
 
 
 def test_a_record_holds_every_sample_and_is_read_again(tmp_path: Path) -> None:
