@@ -17,7 +17,8 @@ from millpond.bench.records import Period, Plan, Record, Sample
 from millpond.bench.report import report_html
 from millpond.bench.report.charts import Axis, linear_axis, log_axis
 from millpond.bench.scenario import Design, Mixed, Moved, Scenario, Sessions, Workload
-from millpond.cli import run
+from millpond.cli import bench, run
+from millpond.cli.context import Context
 from millpond.cli.exits import Exit
 from tests.unit.bench_values import noisy, period, periods, sample
 
@@ -181,6 +182,23 @@ def test_an_interrupted_period_is_marked_and_keeps_the_scale_of_its_cache() -> N
     assert len(last) == 5
     assert last[1] - last[0] == pytest.approx(before[1] - before[0], abs=1.0)
     assert "interrupted" in text_of(page)
+
+
+def test_many_rounds_have_no_more_labels_than_fit_a_phone() -> None:
+    plans = plan_periods(Design(rounds=20, aa_rounds=3), ["off", "millpond"])
+    made = periods(plans, half_with_the_cache, num_prompts=1)
+    (shown,) = figures(page_of(made, analysis=analyse([])), OVER_TIME).values()
+    assert shown.words("below") == [
+        "0…",
+        "A/A",
+        "24…",
+        "millpond",
+        "48…",
+        "millpond",
+        "72…",
+        "millpond",
+    ]
+    assert len(shown.paths("area c1")) == 40, "every period has its place all the same"
 
 
 # ---------------------------------------------------------------- the other plots
@@ -499,6 +517,20 @@ def test_the_command_makes_the_page_beside_its_record_or_where_it_is_told(
     assert data["page"] == str(other)
     assert data["headlines"]
     assert other.read_text() == page, "the same record gives the same page"
+
+
+def test_a_run_leaves_the_same_page_beside_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = periods(PLANS, half_with_the_cache, num_prompts=5)
+    record = Record(scenario=scenario(), options={}, facts={}, periods=made)
+    bench._publish(Context(environ={}, argv=[]), record, tmp_path, as_json=True)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["data"]["page"] == str(tmp_path / "report.html")
+    assert str(tmp_path / "report.html") in shown.err
+    left = (tmp_path / "report.html").read_text()
+    assert run(["bench", "report", str(tmp_path / "bench.json")], {}) == Exit.OK
+    assert (tmp_path / "report.html").read_text() == left
 
 
 def test_the_command_refuses_what_is_no_record_and_where_it_cannot_write(

@@ -20,6 +20,8 @@ _RINGS_MAX: Final = 3_000
 _STEPS_MAX: Final = 300
 """Of one curve of a distribution."""
 _LABELS_MAX: Final = 16
+_ROUND_LABELS_MAX: Final = 4
+"""Caches have long names, and a phone is 280 pixels wide."""
 _SEED: Final = 1
 _PERCENT: Final = 100
 _MS_PER_S: Final = 1000
@@ -110,7 +112,7 @@ def _draw_periods(run: Run, chart: Chart) -> None:
         if len(periods) <= _LABELS_MAX:
             mark = "" if period.is_complete else "*"
             chart.write_below((low + high) / 2, f"{period.plan.number}{mark}")
-    every = -(-len(rounds) // (_LABELS_MAX // 2))
+    every = -(-len(rounds) // _ROUND_LABELS_MAX)
     for members in list(rounds.values())[::every]:
         plan = members[0].plan
         first, last = run.bands[plan.number], run.bands[members[-1].plan.number]
