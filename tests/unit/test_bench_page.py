@@ -138,8 +138,11 @@ def test_every_period_has_its_median_and_its_dots_where_they_belong() -> None:
     (dots,) = shown.paths("dots c1")
     assert len(dots) == 22
     assert {round(ms(y)) for _, y in dots} == {round(50 * (1 + i / 100)) for i in range(11)}
-    ends = [(line[0][0], line[1][0]) for line in on]
-    assert all(any(low <= x <= high for low, high in ends) for x, _ in dots)
+    for j, line in enumerate(on):
+        begin, end = line[0][0], line[1][0]
+        # One is sent each second, and a period takes a minute.
+        seconds = [60 * (x - begin) / (end - begin) for x, _ in dots[11 * j : 11 * (j + 1)]]
+        assert seconds == pytest.approx(range(11), abs=0.5)
     assert shown.words("below") == ["0", "1", "2", "3", "4", "5", "6", "7", "A/A", "millpond"]
 
 
@@ -216,6 +219,19 @@ def test_the_distribution_shows_half_of_the_requests_at_the_median() -> None:
     assert shown.caption == "g, moved requestsoff median 110 msmillpond median 55.0 ms"
 
 
+def test_the_distribution_rises_at_each_value_by_its_share_and_leaves_a_a_rounds_out() -> None:
+    def times(plan: Plan, number: int) -> float:
+        return 3000.0 if plan.is_aa else 100.0 * (1 + plan.position + number)
+
+    made = periods(PLANS, times, num_prompts=1)
+    (shown,) = figures(page_of(made), DISTRIBUTION).values()
+    ms = shown.scale("below", is_log=True)
+    for css, first, last in (("c0", 100, 400), ("c1", 200, 300)):
+        (curve,) = shown.paths(f"line {css}")
+        assert [ms(x) for x, _ in curve[1:5]] == pytest.approx([first] * 2 + [last] * 2, rel=0.01)
+        assert [y for _, y in curve] == [1000, 1000, 500, 500, 0, 0]
+
+
 def session_periods(ttft_ms: Callable[[Plan, int, int], float]) -> list[Period]:
     made: list[Period] = []
     for plan in PLANS:
@@ -254,9 +270,11 @@ def test_sessions_show_the_median_of_each_turn_within_its_interval() -> None:
 
     shown = figures(page_of(session_periods(times), TALK), TURNS)["talk 2000"]
     ms = shown.scale("left", is_log=True)
+    turn = shown.scale("below", is_log=False)
     for css, medians in (("c0", [400, 500, 500, 500]), ("c1", [400, 40, 80, 120])):
         (knots,) = shown.paths(f"knots {css}")
         assert [ms(y) for _, y in knots] == pytest.approx(medians, rel=0.01)
+        assert [turn(x) for x, _ in knots] == pytest.approx([1, 2, 3, 4], abs=0.1)
         (span,) = [
             each for each in shown.plot.iter("path") if each.get("class") == f"line span {css}"
         ]
@@ -475,6 +493,13 @@ def test_very_many_requests_stay_below_a_megabyte_and_the_page_says_so() -> None
     (curve,) = curves.paths("line c1")
     fastest = min(s.ttft_ms or 0.0 for p in made if p.plan.cache == "millpond" for s in p.samples)
     assert curves.scale("below", is_log=True)(curve[1][0]) == pytest.approx(fastest, rel=0.03)
+
+
+def test_very_many_kinds_of_requests_have_a_dot_each() -> None:
+    made = [period(PLANS[0], [sample(i, 10.0 + i, group=f"g{i}") for i in range(3_500)])]
+    page = page_of(made, analysis=analyse([]))
+    num_dots = sum(each.get("class") == "dots c0" for each in page.iter("path"))
+    assert num_dots == 3_500
 
 
 @pytest.mark.parametrize("low", [0.013, 0.99, 7.0, 123.0, 9_999.0])

@@ -174,7 +174,7 @@ class Chart:
         """Return the places of points on a grid so coarse that they are at most ``num_max``."""
         places = dict.fromkeys(map(self._place, points))
         step = 1
-        while len(places) > num_max:
+        while len(places) > max(1, num_max):
             step *= 2
             places = dict.fromkeys((x // step * step, y // step * step) for x, y in places)
         return list(places)

@@ -16,6 +16,8 @@ ROLES: Final[Mapping[Role, str]] = {
     "local": "requests that stayed",
     "any": "requests",
 }
+_COLOURS: Final = 4
+"""That the style has."""
 _MS_PER_S: Final = 1000
 _GAP: Final = 0.05
 _ROUND_GAP: Final = 0.25
@@ -56,7 +58,7 @@ class Run:
             for period in self.record.periods
             for cache in (period.plan.base, period.plan.other)
         )
-        return {cache: f"c{number}" for number, cache in enumerate(caches)}
+        return {cache: f"c{number % _COLOURS}" for number, cache in enumerate(caches)}
 
     @cached_property
     def panels(self) -> dict[tuple[str, Role], list[Request]]:
