@@ -1,5 +1,6 @@
 """The scheduler's side does not look for what cannot be loaded (client and request are seams)."""
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,22 +11,29 @@ from millpond.connector.geometry import EngineLayout
 from millpond.connector.metadata import NOT_READY, StepResults
 from millpond.connector.scheduler import SchedulerSide
 from millpond.model.layout import LayerPages, PartLayout
+from millpond.model.leases import ReadLease
 from millpond.model.names import Coverage, Outcome
 
-BLOCK = 256
+BLOCK, SLOT = 256, 4096
 
 
 class FakeClient:
-    """Counts lookups; the pool holds nothing."""
+    """A pool that holds the first block of every prompt in the slot that the test names."""
 
     session = 1
 
     def __init__(self) -> None:
+        self.slot = 0
         self.num_pins = 0
+        self.released: list[int] = []
 
-    def pin(self, *_: object, **__: object) -> Any:  # noqa: ANN401
+    def pin(self, *_: object, **__: object) -> ReadLease:
         self.num_pins += 1
-        return SimpleNamespace(outcome=Outcome.MISS, lease_id=None)
+        return ReadLease(self.num_pins, 1, Outcome.HIT, (array("q", [0, self.slot]),))
+
+    def finish(self, lease_ids: list[int], *, ok: bool) -> None:
+        assert ok
+        self.released += lease_ids
 
 
 @pytest.fixture
@@ -35,7 +43,7 @@ def client() -> FakeClient:
 
 @pytest.fixture
 def side(client: FakeClient) -> SchedulerSide:
-    part = PartLayout("attention", (LayerPages("l", 0, 4096),), {0: 1})
+    part = PartLayout("attention", (LayerPages("l", 0, SLOT),), {0: 1})
     layout = EngineLayout(BLOCK, BLOCK, (BLOCK,), (part,), (Coverage.EVERY,), (None,))
     link: Any = SimpleNamespace(client=client)
     settings: Any = SimpleNamespace(load=True, store=True, pending_wait_s=0.0, check_ratio=0.0)
@@ -55,19 +63,23 @@ def look_up(side: SchedulerSide, name: str) -> int | None:
     return side.num_matched_tokens(request, 0)
 
 
-def test_nothing_is_looked_up_for_a_while_where_the_arena_is_not_ready(
+def test_slots_that_were_not_ready_are_left_alone_for_a_while(
     side: SchedulerSide, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    assert look_up(side, "first") == 0
-    assert client.num_pins == 1
-    side.take_results(StepResults(loads_failed={"first": NOT_READY}))
+    client.slot = 5 * SLOT
+    assert look_up(side, "first") == BLOCK
+    side.take_results(StepResults(loads_failed={"first": NOT_READY}, unready_offset=5 * SLOT))
     assert look_up(side, "second") == 0
-    assert client.num_pins == 1
+    assert client.released == [2]
+    client.slot = 4 * SLOT  # registered, perhaps: those in front of it are
+    assert look_up(side, "third") == BLOCK
+    side.take_results(StepResults(loads_failed={"third": NOT_READY}, unready_offset=4 * SLOT))
+    side.take_results(StepResults(loads_failed={"other": NOT_READY}, unready_offset=9 * SLOT))
+    assert look_up(side, "fourth") == 0
     now_s[0] += scheduler._NOT_READY_S
-    assert look_up(side, "third") == 0
-    assert client.num_pins == 2
+    assert look_up(side, "fifth") == BLOCK
 
 
 def test_a_load_that_failed_otherwise_keeps_nobody_else_from_looking(
@@ -75,7 +87,14 @@ def test_a_load_that_failed_otherwise_keeps_nobody_else_from_looking(
 ) -> None:
     look_up(side, "first")
     side.take_results(StepResults(loads_failed={"first": "a slot lies outside the arena"}))
-    look_up(side, "second")
-    assert client.num_pins == 2
-    look_up(side, "first")  # computes its prompt itself
-    assert client.num_pins == 2
+    assert look_up(side, "second") == BLOCK
+    num_pins = client.num_pins
+    assert look_up(side, "first") == 0  # computes its prompt itself
+    assert client.num_pins == num_pins
+
+
+def test_of_several_ranks_the_first_slot_that_is_not_ready_counts() -> None:
+    one, other = StepResults(unready_offset=7), StepResults(unready_offset=3)
+    assert one.aggregate(other).unready_offset == 3
+    assert one.aggregate(StepResults()).unready_offset == 7
+    assert StepResults().aggregate(other).unready_offset == 3

@@ -84,6 +84,7 @@ def test_jobs_that_cannot_be_served_end_their_leases(slot: int) -> None:
     results = worker.take_results()
     assert results.stores_done == {2: 1}
     assert list(results.loads_failed) == ["request-1"]
+    assert results.unready_offset == (slot if slot == 0 else None)
     assert worker.finished() == (set(), {"request-1"}, {"request-1"})
 
 
@@ -186,6 +187,10 @@ class Held(NotReady):
 
     def __init__(self) -> None:
         self.ends: list[Ends] = []
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self.num_steps += 1
 
     def is_ready(self, _: int) -> bool:
         return True
@@ -211,11 +216,28 @@ def test_a_load_that_has_landed_is_reported_once_and_its_lease_ends_behind_it(
     ends = submitted(worker, monkeypatch, StepMetadata(loads=[job(1)]))
     assert ends.on_landed is not None
     ends.on_landed()
+    assert worker._copy_engine.num_steps == 0
     assert worker.finished() == (set(), {"request-1"}, set())
+    assert worker._copy_engine.num_steps == 1  # it is the engine's thread that comes by
     assert client.finished == []
     ends.on_done(Ticket(Direction.LOAD, 0, 0, None))
     assert client.finished == [(1, True)]
     assert worker.finished() == (set(), set(), set())
+
+
+def test_a_landing_that_was_reported_stays_so_whatever_comes_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = FakeClient()
+    worker = make_worker(client)
+    ends = submitted(worker, monkeypatch, StepMetadata(loads=[job(1)]))
+    assert ends.on_landed is not None
+    ends.on_landed()
+    assert worker.finished() == (set(), {"request-1"}, set())
+    ends.on_done(Ticket(Direction.LOAD, 0, 0, "the device is lost"))
+    assert client.finished == [(1, False)]
+    assert worker.finished() == (set(), set(), set())
+    assert worker.take_results() is None
 
 
 def test_a_load_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

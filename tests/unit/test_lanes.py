@@ -72,16 +72,23 @@ def submit(
     direction: Direction,
     num_copies: int,
     on_landed: Callable[[], None] | None = None,
+    on_done: Callable[[Ticket], object] | None = None,
 ) -> threading.Event:
     """Submit copies of nothing to nowhere."""
     nothing = np.zeros(num_copies, np.uint64)
     done = threading.Event()
+
+    def end(ticket: Ticket) -> None:
+        if on_done is not None:
+            on_done(ticket)
+        done.set()
+
     engine.submit(
         direction,
         Copies(nothing, nothing, nothing),
         after=PassedFence(),
         keep_alive=None,
-        ends=Ends(lambda _: done.set(), on_landed),
+        ends=Ends(end, on_landed),
     )
     return done
 
@@ -128,39 +135,91 @@ def comes_by(engine: StreamCopyEngine, told: list[str]) -> bool:
     return bool(told)
 
 
-def test_a_landing_is_told_of_once_by_who_comes_by_or_before_the_end() -> None:
+def test_a_landing_is_told_of_once_by_who_comes_by_though_the_lane_is_busy() -> None:
     device = SlowDevice()
     engine = StreamCopyEngine(device)
     stream = device.streams[Direction.LOAD]
+    may_end, told = threading.Event(), list[str]()
+    submit(engine, Direction.LOAD, FEW, on_done=lambda _: _wait_set(may_end))  # keeps the thread
     stream.may_end.clear()
-    told: list[str] = []
     done = submit(engine, Direction.LOAD, FEW, lambda: told.append(threading.current_thread().name))
     engine.step()
     assert told == []  # enqueued is not landed
     stream.may_end.set()
     eventually(lambda: comes_by(engine, told), "the load lands", timeout_s=WAIT_S)
+    assert told == [threading.current_thread().name]
+    assert not done.is_set()
+    may_end.set()
     assert done.wait(WAIT_S)
     engine.step()
     assert len(told) == 1
-    untold = submit(engine, Direction.LOAD, FEW, lambda: told.append("ended"))  # nobody comes by
-    assert untold.wait(WAIT_S)
-    assert told[1:] == ["ended"]
     assert engine.close(WAIT_S)
 
 
-def test_what_fails_does_not_land() -> None:
+def test_a_landing_is_told_of_before_the_end_where_nobody_comes_by() -> None:
+    engine = StreamCopyEngine(SlowDevice())
+    told: list[str] = []
+    done = threading.Event()
+    submit(
+        engine,
+        Direction.LOAD,
+        FEW,
+        lambda: told.append("landed"),
+        on_done=lambda _: (told.append("done"), done.set()),
+    )
+    assert done.wait(WAIT_S)
+    assert told == ["landed", "done"]
+    assert engine.close(WAIT_S)
+
+
+def test_what_fails_does_not_land_for_who_comes_by_first() -> None:
     device = SlowDevice()
     engine = StreamCopyEngine(device)
     stream = device.streams[Direction.LOAD]
-    told: list[str] = []
+    may_end, told = threading.Event(), list[str]()
+    submit(engine, Direction.LOAD, FEW, on_done=lambda _: _wait_set(may_end))  # keeps the thread
 
     def fail() -> None:
         raise OSError("planted")
 
+    passed = threading.Event()
     stream.inner.enqueue(fail)
-    assert submit(engine, Direction.LOAD, FEW, lambda: told.append("landed")).wait(WAIT_S)
+    done = submit(engine, Direction.LOAD, FEW, lambda: told.append("landed"))
+    stream.inner.enqueue(passed.set)
+    assert passed.wait(WAIT_S)  # its end is passed, in failure
     engine.step()
     assert told == []
+    may_end.set()
+    assert done.wait(WAIT_S)
+    engine.step()
+    assert told == []
+    assert engine.close(WAIT_S)
+
+
+def test_a_landing_that_raises_ends_neither_the_lane_nor_who_comes_by() -> None:
+    engine = StreamCopyEngine(SlowDevice())
+
+    def fail() -> None:
+        raise MemoryError("planted")
+
+    assert submit(engine, Direction.LOAD, FEW, fail).wait(WAIT_S)
+    assert submit(engine, Direction.LOAD, FEW).wait(WAIT_S)
+    assert engine.close(WAIT_S)
+
+
+def test_an_exit_that_comes_while_copies_are_handed_over_leaves_the_lane_working() -> None:
+    device = SlowDevice()
+    engine = StreamCopyEngine(device)
+    stream = device.streams[Direction.STORE]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def leave(_: Copies) -> object:
+            raise SystemExit("a signal's handler")
+
+        patch.setattr(stream, "copy", leave)
+        with pytest.raises(SystemExit):
+            submit(engine, Direction.STORE, FEW)
+    assert submit(engine, Direction.STORE, FEW).wait(WAIT_S)
     assert engine.close(WAIT_S)
 
 
@@ -218,11 +277,13 @@ def test_a_failure_is_told_of_when_what_was_taken_has_ended() -> None:
     half.room.pass_now(None)
     half.may_end.clear()
     engine = StreamCopyEngine(device)
-    many = submit(engine, Direction.STORE, MANY)
+    tickets: list[Ticket] = []
+    many = submit(engine, Direction.STORE, MANY, on_done=tickets.append)
     engine.step()
     assert not many.wait(0.1)
     half.may_end.set()
     assert many.wait(WAIT_S)
+    assert [ticket.error for ticket in tickets] == ["no more today"]
     assert engine.close(WAIT_S)
 
 

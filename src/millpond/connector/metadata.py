@@ -62,6 +62,13 @@ class StepResults(KVConnectorWorkerMetadata):
 
     stores_done: dict[int, int] = field(default_factory=dict[int, int])
     loads_failed: dict[str, str] = field(default_factory=dict[str, str])
+    unready_offset: int | None = None
+    """Slots from here on were found not ready for copies."""
+
+    def note_unready(self, offset: int) -> None:
+        """Take note of a slot that was found not ready."""
+        known = self.unready_offset
+        self.unready_offset = offset if known is None else min(known, offset)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepResults":
         """Return the sum of two ranks' results."""
@@ -70,7 +77,10 @@ class StepResults(KVConnectorWorkerMetadata):
         done = dict(self.stores_done)
         for job_id, num_ranks in other.stores_done.items():
             done[job_id] = done.get(job_id, 0) + num_ranks
-        return StepResults(done, self.loads_failed | other.loads_failed)
+        sum_ = StepResults(done, self.loads_failed | other.loads_failed, self.unready_offset)
+        if other.unready_offset is not None:
+            sum_.note_unready(other.unready_offset)
+        return sum_
 
 
 @dataclass

@@ -27,10 +27,10 @@ from vllm.v1.request import Request
 from millpond.connector.adapters import Adapters
 from millpond.connector.geometry import EngineLayout
 from millpond.connector.link import Link
-from millpond.connector.metadata import NOT_READY, Job, PartJob, StepMetadata, StepResults
+from millpond.connector.metadata import Job, PartJob, StepMetadata, StepResults
 from millpond.connector.requests import Pinned, RequestState, skips_pool
 from millpond.model.errors import MillpondError
-from millpond.model.leases import NO_SLOT, WriteLease
+from millpond.model.leases import NO_SLOT, ReadLease, WriteLease
 from millpond.model.names import Coverage, Outcome
 from millpond.service.client import SchedulerClient
 from millpond.service.protocol import Report
@@ -44,7 +44,7 @@ _PENDING_POLL_S: Final = 0.02
 _PENDING_GAP_S: Final = 0.5
 """A writer of whom nothing has been seen for so long is not waited for."""
 _NOT_READY_S: Final = 5.0
-"""For so long nothing is looked up after a load that found its arena not ready for copies."""
+"""For so long nothing is loaded from slots at or behind one that was not ready for copies."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,8 @@ class SchedulerSide:
         self._stores: dict[int, _StoreInFlight] = {}
         self._delayed: set[str] = set()
         self._failed_loads: set[str] = set()
-        self._look_again_s = 0.0
+        self._unready_offset = 0
+        self._unready_until_s = 0.0
         self._next_job_id = 0
         self._adapters = Adapters()
 
@@ -123,8 +124,7 @@ class SchedulerSide:
         )
         now_s = time.monotonic()
         useless = num_blocks <= first_block or request.skip_reading_prefix_cache
-        cannot = state.skips_pool or state.load_failed or now_s < self._look_again_s
-        if useless or cannot or not self._settings.load:
+        if useless or state.skips_pool or state.load_failed or not self._settings.load:
             self._release(state)
             return 0
         if now_s < state.ask_again_s:
@@ -135,6 +135,9 @@ class SchedulerSide:
             self._release(state)
             return None
         if pinned is None:
+            return 0
+        if now_s < self._unready_until_s and _last_slot(pinned.lease) >= self._unready_offset:
+            self._release(state)  # a load that fails costs more than a miss
             return 0
         return pinned.lease.num_blocks * layout.block_tokens - num_computed_tokens
 
@@ -393,11 +396,14 @@ class SchedulerSide:
             return
         for job_id, num_ranks in results.stores_done.items():
             self._end_store(job_id, num_ranks)
+        if results.unready_offset is not None:
+            now_s = time.monotonic()
+            known = self._unready_offset if now_s < self._unready_until_s else None
+            found = results.unready_offset
+            self._unready_offset = found if known is None else min(known, found)
+            self._unready_until_s = now_s + _NOT_READY_S
         for request_id, reason in results.loads_failed.items():
             logger.warning("event=load_failed request=%s reason=%r", request_id, reason)
-            if reason == NOT_READY:
-                # Others would fail as well, and a failed load costs more than a miss.
-                self._look_again_s = time.monotonic() + _NOT_READY_S
             state = self._states.get(request_id)
             if state is not None:
                 state.load_failed = True
@@ -510,6 +516,11 @@ class SchedulerSide:
         except (MillpondError, ValueError) as error:
             self._link.lost(client, error)
             return None
+
+
+def _last_slot(lease: ReadLease) -> int:
+    """Return the largest offset of a slot that a lease reads."""
+    return max((max(pairs[1::2]) for pairs in lease.offsets if pairs), default=0)
 
 
 def _split_tokens(writers: tuple[tuple[str, int], ...], num_tokens: int) -> dict[str, int]:

@@ -3,7 +3,8 @@
     main thread     start_loads, start_stores: check the session, plan, submit; never waits
     copy threads    copy, then: checksums if they are on, finish the lease with the daemon,
                     note the result
-    main thread     take_results, finished: hand on what the copy threads noted
+    main thread     finished: goes on with copies, notes loads that have landed;
+                    take_results: hands on what was noted
     link thread     (re)joins the engine's session; tells the daemon which earlier ones are
                     drained, once no copy that began under them is in flight (E5)
 
@@ -81,6 +82,8 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._results = StepResults()
         self._loaded: set[str] = set()
+        self._landed: set[int] = set()
+        """Jobs whose loads were reported when they landed, and have not ended."""
         self._failed: set[str] = set()
         self._num_stores: dict[str, int] = {}
         self._delayed: set[str] = set()
@@ -170,16 +173,25 @@ class WorkerSide:
         finally:
             # guards: the slots may be reused once released: the last byte has been read (E5).
             self._finish(job, client, checked, ok=failure is None)
-            with self._lock:
-                if failure is not None:
-                    self._results.loads_failed[job.request_id] = failure
-                    self._failed.add(job.request_id)
-                if failure is not None or self._checksums.is_on:
-                    self._loaded.add(job.request_id)
+            self._report_load(job, failure)
+
+    def _report_load(self, job: Job, failure: str | None) -> None:
+        """Report a load that has ended, unless it was reported when it landed."""
+        with self._lock:
+            if job.job_id in self._landed:
+                self._landed.remove(job.job_id)
+                return
+            self._loaded.add(job.request_id)
+            if failure is not None:
+                self._results.loads_failed[job.request_id] = failure
+                self._failed.add(job.request_id)
+            if failure == NOT_READY:
+                self._results.note_unready(_last_slot(job))
 
     def _note_loaded(self, job: Job) -> None:
         """Let the engine use what a load has brought; its lease may end later."""
         with self._lock:
+            self._landed.add(job.job_id)
             self._loaded.add(job.request_id)
 
     def _end_store(self, job: Job, client: WorkerClient | None, error: str | None) -> None:
@@ -362,6 +374,11 @@ class WorkerSide:
                 )
             )
         return Copies.concatenate(planned)
+
+
+def _last_slot(job: Job) -> int:
+    """Return the largest offset of a slot that a job touches."""
+    return max((slot for part_job in job.parts for slot in part_job.slots), default=0)
 
 
 def _summed(job: Job) -> list[Summed]:

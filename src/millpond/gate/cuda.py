@@ -17,11 +17,12 @@ from millpond.transfer.routes import Route
 
 _ROUTES: Final = (
     (Route.BATCH, Size(64, 256 * KIB)),
-    # So many that the lane's thread enqueues them, and only once the fence is passed.
+    # So many that the last portion finds room only once the fence is passed.
     (Route.BATCH, Size(6912, 16 * KIB)),
-    (Route.LOOP, Size(64, 256 * KIB)),
-    # More than two pieces of the staging buffer, so that each is used again.
-    (Route.STAGED, Size(384, 192 * KIB)),
+    # Several portions, some of which wait for those before them.
+    (Route.LOOP, Size(1152, 64 * KIB)),
+    # Two portions, and more than two pieces of the staging buffer, so that each is used again.
+    (Route.STAGED, Size(768, 192 * KIB)),
     (Route.KERNEL, Size(256, 64 * KIB)),
 )
 

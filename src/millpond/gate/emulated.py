@@ -37,7 +37,8 @@ from millpond.transfer.threads import ThreadEvent, ThreadStream
 _PORTION_COPIES: Final = 8
 _BEHIND_A_FENCE_MAX: Final = 12
 _SIZES: Final = (
-    # Enqueued at once, and, of two thirds of the pages, the last portion behind the fence only.
+    # Two thirds of the pages are copied: of 15 all at once, of 24 the last portion when the
+    # fence is passed.
     Size(num_pages=15, page_bytes=16 * KIB),
     Size(num_pages=24, page_bytes=16 * KIB),
 )

@@ -42,7 +42,7 @@ class WatchedDevice:
         self.is_kept = False
         self.num_enqueued = 0
         self.given_up: set[int] = set()
-        """Numbers of the submissions, from 0, whose tables and buffers nobody holds any more."""
+        """Numbers of the portions, from 0, whose tables and buffers nobody holds any more."""
 
     def fence(self) -> Fence:
         """As the device's."""

@@ -32,8 +32,8 @@ logger = logging.getLogger("vllm.millpond")
 
 _UNDO_S = 60.0
 _MEASURED_AGAIN_MAX: Final = 3
-_BUSY_S: Final = 0.5
-"""An engine that has not made a step for so long is idle."""
+_BUSY_S: Final = 5.0
+"""An engine that has not made a step for so long is idle: longer than a step of any prefill."""
 _BEHIND_A_FENCE_MAX: Final = 4096
 """Copies on a stream behind a fence while it is not passed; twice as many were fine."""
 _KERNEL_COPIES: Final = 4096
@@ -89,7 +89,8 @@ class CudaStream:
         self._fence: CudaEvent | None = None
         """What later work waits for on the device."""
         self._feed = Feed(self._stream)
-        self._stager: Stager | None = Stager(device, direction, self._stream, self._feed)
+        self._stager = Stager(device, direction, self._stream, self._feed)
+        self._can_stage = True
 
     def wait_for(self, fence: Fence) -> None:
         """Let the device hold back later work; ``CopyFailed`` for a fence of another kind."""
@@ -97,39 +98,31 @@ class CudaStream:
             raise CopyFailed(f"a fence of type {type(fence).__name__}, not of this device")
         try:
             self._stream.wait_event(fence.event)
-            if self._stager is not None:
-                self._stager.wait_for(fence.event)
+            self._stager.wait_for(fence.event)
         except RuntimeError as failure:
             raise CopyFailed(str(failure)) from failure
         self._fence = fence
 
     def portion(self, copies: Copies) -> int:
-        """Return how many are handed over at a time: those that take about a millisecond."""
+        """Return how many are handed over at a time: those that take half a millisecond or so."""
         portions = [
             _portion(route, max(lengths)) for route, lengths in self._routes_of(copies).items()
         ]
         return min(portions, default=1)
 
     def awaited(self, copies: Copies) -> CudaEvent | None:
-        """Return the fence, or the end of earlier copies, where the stream would be too full."""
+        """Return the end of earlier copies where there would be too many with these."""
         routes = self._routes_of(copies)
-        num_copies = len(copies.lengths)
         is_held = self._fence is not None and not self._fence.is_passed()
         num_max = _BEHIND_A_FENCE_MAX if is_held else COPIES_MAX
         if any(_is_by_calls(route) for route in routes):
             num_max = CALLS_MAX
+        # Staged pages are few copies; how few is known when they are packed.
+        num_copies = 1 if set(routes) <= {Route.STAGED} else len(copies.lengths)
         event = self._feed.awaited(num_copies, num_max)
-        if event is None and Route.STAGED in routes and self._stager is not None:
+        if event is None and Route.STAGED in routes:
             event = self._stager.awaited(copies.num_bytes)
         return None if event is None else CudaEvent(event)
-
-    def _routes_of(self, copies: Copies) -> dict[Route, list[int]]:
-        """Return the routes of the copies, and the lengths that go each."""
-        found: dict[Route, list[int]] = {}
-        routes = self._routes()
-        for length in copies.distinct_lengths():
-            found.setdefault(routes.of(self._direction, length), []).append(length)
-        return found
 
     def copy(self, copies: Copies) -> object:
         """Enqueue a portion, each page by the route of its size."""
@@ -145,17 +138,31 @@ class CudaStream:
         except (cudart.CudaFailed, RuntimeError) as failure:  # torch and Triton raise the latter
             raise CopyFailed(str(failure)) from failure
 
-    def _enqueue(self, route: Route, copies: Copies) -> object:
-        needs_kernel = route in (Route.STAGED, Route.KERNEL)
-        arrays = (copies.sources, copies.targets, copies.lengths)
-        is_too_long = route is Route.STAGED and int(copies.lengths.max()) > STAGED_BYTES_MAX
-        if is_too_long or (needs_kernel and not can_copy(*arrays)):
-            route = Route.BATCH
-        if route is Route.STAGED:
-            staged = self._stage(copies)
-            if staged is not None:
-                return staged
+    def _routes_of(self, copies: Copies) -> dict[Route, list[int]]:
+        """Return the routes that copies take, and the lengths that go each."""
+        found: dict[Route, list[int]] = {}
+        routes = self._routes()
+        for length in copies.distinct_lengths():
+            route = self._possible(routes.of(self._direction, length), length, copies)
+            found.setdefault(route, []).append(length)
+        return found
+
+    def _possible(self, route: Route, length: int, copies: Copies) -> Route:
+        """Return ``route``, or the one that is left where these copies cannot take it."""
+        if route is Route.STAGED and not self._can_stage:
             route = Route.KERNEL if self._direction is Direction.LOAD else Route.BATCH
+        is_too_long = route is Route.STAGED and length > STAGED_BYTES_MAX
+        needs_kernel = route in (Route.STAGED, Route.KERNEL)
+        if is_too_long or (
+            needs_kernel and not can_copy(copies.sources, copies.targets, copies.lengths)
+        ):
+            return Route.BATCH
+        return route
+
+    def _enqueue(self, route: Route, copies: Copies) -> object:
+        arrays = (copies.sources, copies.targets, copies.lengths)
+        if route is Route.STAGED:
+            return self._stage(copies)
         if route is Route.KERNEL:
             table = PageTable(*arrays, self._stream)
             table.copy(slice(None), self._stream, _KERNEL_PROGRAMS)
@@ -164,27 +171,24 @@ class CudaStream:
         return copies
 
     def _stage(self, copies: Copies) -> object:
-        """Enqueue by way of the buffer; None where that does not pay or there is no memory."""
-        if self._stager is None:
-            return None
+        """Enqueue by way of the buffer; where there is no memory for it, later ones do not."""
         try:
             return self._stager.enqueue(copies, self._region())
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as failure:
+            self._can_stage = False
             logger.warning(
                 "event=no_staging direction=%s reason=%r remedy=%r",
                 self._direction.value,
                 "no GPU memory is left for the buffer",
                 "lower --gpu-memory-utilization a little: small pages are copied slower now",
             )
-            self._stager = None
-            return None
+            raise CopyFailed("no GPU memory is left for the staging buffer") from failure
 
     def record(self) -> CudaEvent:
         """Return an event behind everything that was enqueued so far."""
         event = torch.cuda.Event(blocking=True)
         try:
-            if self._stager is not None:
-                self._stager.join()
+            self._stager.join()
             event.record(self._stream)
         except RuntimeError as failure:
             raise CopyFailed(str(failure)) from failure
@@ -209,7 +213,7 @@ def hand_over(stream: CudaStream, copies: Copies) -> object:
 
 def _portion(route: Route, page_bytes: int) -> int:
     if _is_by_calls(route):
-        return CALLS_MAX
+        return CALLS_MAX // 2
     if route is Route.STAGED:
         return max(1, _STAGED_PORTION_BYTES // page_bytes)
     return _KERNEL_COPIES if route is Route.KERNEL else PORTION_COPIES

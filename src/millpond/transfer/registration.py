@@ -53,6 +53,7 @@ class Registration:
         self._num_bytes = 0
         self._failure: Exception | None = None
         self._stopping = threading.Event()
+        self._gentle = threading.Lock()
         self._started_s = time.monotonic()
         self._threads = [
             threading.Thread(target=self._run, name=f"millpond-register-{i}", daemon=True)
@@ -101,22 +102,39 @@ class Registration:
         except Exception as error:  # noqa: BLE001 - or nobody would hear that nothing is registered
             self._fail(error, 0, self.arena.size_bytes)
             return
-        while (index := self._take()) is not None:
-            start, num_bytes = self._pieces[index]
-            began_s = time.monotonic()
-            try:
-                cudart.register_host(self.arena.address + start, num_bytes)
-            except cudart.CudaFailed as error:
-                self._fail(error, start, num_bytes)
-                return
-            took_s = time.monotonic() - began_s
-            try:
-                if index == 0:
-                    self._on_first()
-            finally:
-                self._note(index)
-            if self._is_busy():
+        while self._go_on():
+            continue
+
+    def _go_on(self) -> bool:
+        """Register a piece; False once there is none left, or one was refused."""
+        if not self._is_busy():
+            return self._register_next() is not None
+        # One thread at a time, or the pauses of one would be filled by the other.
+        with self._gentle:
+            took_s = self._register_next()
+            if took_s is not None:
                 self._stopping.wait(took_s)
+        return took_s is not None
+
+    def _register_next(self) -> float | None:
+        """Register a piece; return the seconds that it took, or None if there was none to do."""
+        index = self._take()
+        if index is None:
+            return None
+        start, num_bytes = self._pieces[index]
+        began_s = time.monotonic()
+        try:
+            cudart.register_host(self.arena.address + start, num_bytes)
+        except cudart.CudaFailed as error:
+            self._fail(error, start, num_bytes)
+            return None
+        took_s = time.monotonic() - began_s
+        try:
+            if index == 0:
+                self._on_first()
+        finally:
+            self._note(index)
+        return took_s
 
     def _take(self) -> int | None:
         with self._lock:

@@ -75,7 +75,7 @@ class Stager:
         """Enqueue the copies; after the last of them, ``join``.
 
         The result must be kept alive until they have ended. ``RuntimeError`` where the GPU has
-        no memory for the buffer: then nothing was enqueued.
+        no memory for the buffer or a table: then this call has enqueued nothing.
         """
         buffer = self._take_buffer()
         packing = pack(self._direction, copies, PIECE_BYTES, region)

@@ -25,6 +25,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,7 +37,7 @@ from millpond.transfer.engine import Ends, Ticket
 logger = logging.getLogger("vllm.millpond")
 
 _AT_ONCE_COPIES_MAX: Final = 2048
-"""Copies that ``submit`` hands over itself: half a millisecond a thousand (H200)."""
+"""Copies that each ``submit`` hands over itself: half a millisecond a thousand (H200)."""
 _STEP_S: Final = 0.002
 """Who comes by more often is left to hand over the rest."""
 
@@ -58,11 +59,15 @@ class Handover:
     """A submission on its way to the stream; ``staged`` is what its copies so far use."""
 
     submission: Submission
-    portion: int | None = None
-    """Copies that are handed over at a time; None until the first is."""
+    is_ordered: bool = False
     num_copies: int = 0
     staged: list[object] = field(default_factory=list[object])
     error: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all copies are on the stream, or no more of them will be."""
+        return self.error is not None or self.num_copies == len(self.submission.copies.lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +113,8 @@ class Lane:
         self._stepped_s = time.monotonic()
         self._hand_over(_AT_ONCE_COPIES_MAX)
         with self._changed:
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def step(self) -> None:
         """Go on with what waits, without waiting, and tell of what has landed."""
@@ -117,7 +123,7 @@ class Lane:
             self._hand_over(1)
         for item in tuple(self._not_landed):
             if self._has_landed(item):
-                self._end_landing(item, is_landed=True)
+                _tell(lambda item=item: self._end_landing(item, is_landed=True))
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Wait until nothing is queued or in flight; False when the time ran out."""
@@ -150,59 +156,58 @@ class Lane:
                 if self._is_enqueuing or since_step_s < _STEP_S:
                     self._changed.wait(_STEP_S)
                     continue
-            awaited = self._hand_over(1)
-            if awaited is not None:
-                error = _wait(awaited)
-                if error is not None:
-                    self._give_up(error)
-            del awaited  # or its memory would be held until the next
+            stopped = self._hand_over(1)
+            if stopped is not None:
+                item, awaited = stopped
+                item.error = _wait(awaited)
+                del item, awaited
+            del stopped  # or its memory would be held until the next
 
-    def _hand_over(self, num_copies: int) -> Event | None:
+    def _hand_over(self, num_copies: int) -> tuple[Handover, Event] | None:
         """Put portions on the stream, of so many copies or a little more, without waiting.
 
-        Returns what has to be waited for before the next one, if there is no room for it.
+        Returns who has to wait for what before the next one, if there is no room for it.
         """
         with self._changed:
-            if self._is_enqueuing or not self._waiting:
+            if self._is_enqueuing:
                 return None
             self._is_enqueuing = True
-            item = self._waiting[0]
-        awaited: Event | None = None
-        is_whole = True
         try:
-            awaited, is_whole = self._advance(item, num_copies)
+            while self._waiting and num_copies > 0:
+                item = self._waiting[0]
+                before = item.num_copies
+                awaited = self._advance(item, num_copies)
+                if awaited is not None:
+                    return item, awaited
+                if item.is_over:
+                    self._put_in_flight(item)
+                num_copies -= max(1, item.num_copies - before)
+            return None
+        finally:  # also where a signal's exception comes this way
+            with self._changed:
+                self._is_enqueuing = False
+
+    def _advance(self, item: Handover, num_copies: int) -> Event | None:
+        """Enqueue portions of a submission; return what to wait for if there is no room."""
+        if item.error is not None:
+            return None
+        copies = item.submission.copies
+        until = min(item.num_copies + num_copies, len(copies.lengths))
+        try:
+            if not item.is_ordered:
+                self._order_behind(item.submission)
+                item.is_ordered = True
+            while item.num_copies < until:
+                rest = copies.part(slice(item.num_copies, None))
+                some = rest.part(slice(0, self._stream.portion(rest)))
+                awaited = self._stream.awaited(some)
+                if awaited is not None:
+                    return awaited
+                item.staged.append(self._stream.copy(some))
+                item.num_copies += len(some.lengths)
         except Exception as failure:  # noqa: BLE001 - see the module
             item.error = _described(failure)
-        if is_whole:
-            self._put_in_flight(item)
-        with self._changed:
-            self._is_enqueuing = False
-            self._changed.notify_all()
-        return awaited
-
-    def _advance(self, item: Handover, num_copies: int) -> tuple[Event | None, bool]:
-        """Enqueue portions of a submission; say what to wait for, and whether it is whole."""
-        if item.error is not None:
-            return None, True
-        copies = item.submission.copies
-        if item.portion is None:
-            self._order_behind(item.submission)
-            item.portion = self._stream.portion(copies)
-        until = min(item.num_copies + num_copies, len(copies.lengths))
-        while item.num_copies < until:
-            some = copies.part(slice(item.num_copies, item.num_copies + item.portion))
-            awaited = self._stream.awaited(some)
-            if awaited is not None:
-                return awaited, False
-            item.staged.append(self._stream.copy(some))
-            item.num_copies += len(some.lengths)
-        return None, item.num_copies == len(copies.lengths)
-
-    def _give_up(self, error: str) -> None:
-        """End the submission that has its turn with an error: what it waits for has failed."""
-        with self._changed:
-            if self._waiting:
-                self._waiting[0].error = self._waiting[0].error or error
+        return None
 
     def _put_in_flight(self, item: Handover) -> None:
         error, end = item.error, None
@@ -217,6 +222,7 @@ class Lane:
             if error is None and item.submission.ends.on_landed is not None:
                 self._not_landed.append(held)
             self._in_flight.append(held)
+            self._changed.notify_all()
 
     def _order_behind(self, submission: Submission) -> None:
         # guards: a store must not read a page before the kernels that write it have (E1); a
@@ -245,12 +251,12 @@ class Lane:
 
     def _end_landing(self, item: InFlight, *, is_landed: bool) -> None:
         """Tell of a landing, or that there will be none, unless that has been done."""
-        with self._changed:
+        with self._changed:  # kept: whoever finds that it has been told of may rely on it
             if item not in self._not_landed:
                 return
             self._not_landed.remove(item)
-        if is_landed and item.submission.ends.on_landed is not None:
-            item.submission.ends.on_landed()
+            if is_landed and item.submission.ends.on_landed is not None:
+                item.submission.ends.on_landed()
 
     # -------------------------------------------------------------- ending thread
 
@@ -277,7 +283,7 @@ class Lane:
         if item.end is not None:
             failed = _wait(item.end)  # behind an error as well: a part may be on its way
             error = error or failed
-        self._end_landing(item, is_landed=error is None)
+        _tell(lambda: self._end_landing(item, is_landed=error is None))
         # guards: a slot, or a page of the engine, must not be used again while a copy from or
         # to it is in flight (E5): leases and references end in on_done, behind the event.
         ticket = Ticket(
@@ -286,10 +292,15 @@ class Lane:
             time.monotonic_ns() - submission.submitted_ns,
             error,
         )
-        try:
-            submission.ends.on_done(ticket)
-        except Exception:
-            logger.exception("event=end_failed direction=%s", submission.direction.value)
+        _tell(lambda: submission.ends.on_done(ticket))
+
+
+def _tell(call: Callable[[], None]) -> None:
+    """Tell who wants to know; what goes wrong there is not the lane's."""
+    try:
+        call()
+    except Exception:
+        logger.exception("event=end_failed")
 
 
 def _wait(event: Event) -> str | None:
