@@ -100,6 +100,7 @@ def tokens_found(period: Period) -> dict[str, int | None]:
     return {sample.key: sample.cached_tokens for sample in period.samples}
 
 
+@pytest.mark.engines
 def test_a_pool_switched_off_serves_like_an_engine_without_one(
     options: SystemOptions, tmp_path: Path
 ) -> None:

@@ -1,4 +1,8 @@
-"""What real engines' caches hold, by their events, against what the engines then reuse."""
+"""What real engines' caches hold, by their events, against what the engines then reuse.
+
+One test of them all is part of `make test`; the others start four engines and belong to
+`make test-engines`.
+"""
 
 import asyncio
 import json
@@ -73,6 +77,7 @@ def cached_tokens(replicas: Replicas, replica: str, ids: list[int], **fields: ob
     return round(replicas.metric(replica, "vllm:prefix_cache_hits_total") - before)
 
 
+@pytest.mark.engines
 def test_a_caches_tokens_are_known_exactly_until_it_is_reset(telling: Replicas) -> None:
     async def scenario() -> None:
         async with listening(telling) as events:
@@ -89,6 +94,7 @@ def test_a_caches_tokens_are_known_exactly_until_it_is_reset(telling: Replicas) 
     run(scenario)
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize(("replica", "num_prompts"), [("a", 3), ("c", 3), ("d", 9)])
 def test_what_is_known_is_what_the_engine_reuses(
     telling: Replicas, replica: str, num_prompts: int
@@ -138,6 +144,7 @@ def test_an_older_engine_tells_the_same(older: Replicas) -> None:
     run(scenario)
 
 
+@pytest.mark.engines
 def test_adapters_and_salts_have_blocks_of_their_own(telling: Replicas) -> None:
     async def scenario() -> None:
         async with listening(telling) as events:
@@ -154,6 +161,7 @@ def test_adapters_and_salts_have_blocks_of_their_own(telling: Replicas) -> None:
     run(scenario)
 
 
+@pytest.mark.engines
 def test_the_router_sends_requests_where_their_tokens_are(telling: Replicas) -> None:
     text = "once upon a time " * 60
     model = telling.system.replica("a").model
