@@ -153,3 +153,25 @@ def test_pages_that_cannot_be_staged_any_more_go_another_way_in_its_portions(
     assert stream.portion(odd) == 1024
     stream.copy(odd)
     assert played.log == ["lane kernel", "lane copy"]
+
+
+@pytest.mark.parametrize(
+    ("route", "portion"),
+    [(Route.BATCH, 1024), (Route.LOOP, 256), (Route.STAGED, 4096), (Route.KERNEL, 4096)],
+)
+def test_portions_are_what_a_route_takes_in_a_moment(
+    stream: Any,  # noqa: ANN401
+    route: Route,
+    portion: int,
+) -> None:
+    stream._routes = lambda: Routes.only(route)
+    assert stream.portion(pages(100_000)) == portion
+
+
+def test_a_driver_without_batches_gets_few_calls_at_a_time(
+    stream: Any,  # noqa: ANN401
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("millpond.transfer.cudart.has_batch_copy", lambda: False)
+    stream._routes = lambda: Routes.only(Route.BATCH)
+    assert stream.portion(pages(100_000)) == 256

@@ -1,10 +1,10 @@
-"""How many copies the driver holds at a time, and who waits for room (events are a seam)."""
+"""How many copies the driver holds at a time, and what is waited for (events are a seam)."""
 
 import numpy as np
 import pytest
 
 from millpond.transfer import cudart, feed
-from millpond.transfer.feed import COPIES_MAX, PORTION_COPIES, Feed
+from millpond.transfer.feed import COPIES_MAX, Feed
 
 
 class FakeEvent:
@@ -49,26 +49,33 @@ def put(way: Feed, num_copies: int) -> None:
     way.copy(nothing, nothing, nothing)
 
 
-def test_copies_go_in_portions_and_nobody_waits_while_there_is_room(sizes: list[int]) -> None:
+def test_nothing_is_waited_for_while_there_is_room_and_then_the_oldest(sizes: list[int]) -> None:
     way = Feed(FakeStream())  # type: ignore[arg-type]
-    put(way, 2 * PORTION_COPIES + 5)
-    assert sizes == [PORTION_COPIES, PORTION_COPIES, 5]
-    assert [event.num_waits for event in FakeEvent.made] == [0, 0, 0]
-
-
-def test_who_has_more_than_there_is_room_for_waits_for_the_oldest(sizes: list[int]) -> None:
-    way = Feed(FakeStream())  # type: ignore[arg-type]
-    put(way, COPIES_MAX + 1)
-    assert sum(sizes) == COPIES_MAX + 1
-    assert [event.num_waits for event in FakeEvent.made] == [1] + [0] * (len(sizes) - 1)
-
-
-def test_small_submissions_behind_a_fence_fill_it_too(sizes: list[int]) -> None:
-    """Each asks first: who may not wait hands its copies to a thread that may."""
-    way = Feed(FakeStream())  # type: ignore[arg-type]
-    while way.has_room(100):
+    while way.awaited(100, COPIES_MAX) is None:
         put(way, 100)
     assert sum(sizes) == COPIES_MAX // 100 * 100
-    assert not any(event.num_waits for event in FakeEvent.made)
+    assert way.awaited(100, COPIES_MAX) is FakeEvent.made[0]
     FakeEvent.made[0].is_passed = True
-    assert way.has_room(100)
+    assert way.awaited(100, COPIES_MAX) is None
+    assert way.awaited(300, COPIES_MAX) is FakeEvent.made[1]
+    assert not any(event.num_waits for event in FakeEvent.made)
+
+
+def test_less_room_is_waited_for_in_the_same_way(sizes: list[int]) -> None:
+    way = Feed(FakeStream())  # type: ignore[arg-type]
+    put(way, 100)
+    put(way, 100)
+    assert sizes == [100, 100]
+    assert way.awaited(100, 300) is None
+    assert way.awaited(101, 300) is FakeEvent.made[0]
+
+
+@pytest.mark.usefixtures("sizes")
+def test_a_portion_that_never_fits_goes_onto_an_empty_stream() -> None:
+    """Or it would wait for ever."""
+    way = Feed(FakeStream())  # type: ignore[arg-type]
+    assert way.awaited(COPIES_MAX + 1, COPIES_MAX) is None
+    put(way, 1)
+    assert way.awaited(COPIES_MAX + 1, COPIES_MAX) is FakeEvent.made[0]
+    FakeEvent.made[0].is_passed = True
+    assert way.awaited(COPIES_MAX + 1, COPIES_MAX) is None
