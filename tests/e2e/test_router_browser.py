@@ -265,6 +265,7 @@ OVERHANGS = """() => [document.documentElement, ...document.querySelectorAll("se
 """What would have to be scrolled sideways. Three replicas fit; more scroll in their own box."""
 
 
+@pytest.mark.engines  # four loads of the page, a minute on two busy cores
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_it_can_be_read(

@@ -14,7 +14,8 @@ from tests.e2e.engines import (
     prompt,
 )
 
-pytestmark = pytest.mark.timeout(600)
+# Two engines of two ranks on two cores take minutes: `make test-engines`.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.engines]
 
 SEEDS = itertools.count(50_000)
 
