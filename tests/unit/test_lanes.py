@@ -10,7 +10,7 @@ import pytest
 from millpond.transfer import Copies, Direction, Ends, Ticket
 from millpond.transfer.cpu import CpuDevice, PassedFence
 from millpond.transfer.device import Event, Fence
-from millpond.transfer.streams import StreamCopyEngine
+from millpond.transfer.streams import Handover, StreamCopyEngine, Submission
 from millpond.transfer.threads import ThreadEvent, ThreadStream
 from tests.waiting import eventually
 
@@ -234,6 +234,20 @@ def test_a_lane_that_is_closed_finishes_what_waits() -> None:
     assert engine.close(WAIT_S)
     assert many.is_set()
     assert few.is_set()
+
+
+def test_a_wait_that_went_well_takes_no_error_back() -> None:
+    """Another thread may go on with the same copies meanwhile, and fail: they are no hit then."""
+    nothing = np.zeros(MANY, np.uint64)
+    copies = Copies(nothing, nothing, nothing)
+    submission = Submission(
+        Direction.LOAD, copies, PassedFence(), None, Ends(lambda _: None), submitted_ns=0
+    )
+    item = Handover(submission)
+    item.fail("no more today")
+    item.fail(None)
+    assert item.error == "no more today"
+    assert item.is_over
 
 
 class FullStream(SlowStream):

@@ -69,6 +69,11 @@ class Handover:
         """Whether all copies are on the stream, or no more of them will be."""
         return self.error is not None or self.num_copies == len(self.submission.copies.lengths)
 
+    def fail(self, error: str | None) -> None:
+        """Take note of an error; None takes back none that another thread has found meanwhile."""
+        if error is not None:
+            self.error = error
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
@@ -159,7 +164,7 @@ class Lane:
             stopped = self._hand_over(1)
             if stopped is not None:
                 item, awaited = stopped
-                item.error = _wait(awaited)
+                item.fail(_wait(awaited))
                 del item, awaited
             del stopped  # or its memory would be held until the next
 
@@ -206,7 +211,7 @@ class Lane:
                 item.staged.append(self._stream.copy(some))
                 item.num_copies += len(some.lengths)
         except Exception as failure:  # noqa: BLE001 - see the module
-            item.error = _described(failure)
+            item.fail(_described(failure))
         return None
 
     def _put_in_flight(self, item: Handover) -> None:
