@@ -87,7 +87,7 @@ class System:
         self._on_progress = on_progress
         front = options.front
         self._front_port = None if front is None else pick_ports(1, front.port)[0]
-        self._specs = _replica_specs(options, front_port=self._front_port)
+        self._specs = replica_specs(options, front_port=self._front_port)
         self._owns_run_dir = options.run_dir is None
         self.run_dir = options.run_dir or Path(tempfile.mkdtemp(prefix="millpond-logs-"))
         self._pool: GuardedProcess | None = None
@@ -222,17 +222,10 @@ class System:
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _start_pool(self, pool: PoolConfig) -> GuardedProcess:
-        argv = [sys.executable, "-m", "millpond.cli", "pool"]
-        argv += ["--socket", str(pool.socket), "--size", str(pool.size_bytes)]
-        if pool.extent_bytes is not None:
-            argv += ["--extent", str(pool.extent_bytes)]
-        retention = pool.retention
-        argv += ["--eviction", retention.eviction, "--admission", retention.admission]
-        argv += ["--state-ratio", str(retention.state_ratio)]
         return GuardedProcess(
             ProcessSpec(
                 name="pool",
-                argv=tuple(argv),
+                argv=pool_argv(pool),
                 environ=self.options.environ,
                 log_file=self.run_dir / "pool.log",
                 grace_s=self.options.stop_grace_s,
@@ -322,7 +315,22 @@ def _stop(processes: Sequence[GuardedProcess]) -> None:
         process.wait_stopped()
 
 
-def _replica_specs(options: SystemOptions, *, front_port: int | None) -> list[ReplicaSpec]:
+def pool_argv(pool: PoolConfig) -> tuple[str, ...]:
+    """Return the command of a pool's daemon."""
+    argv = [sys.executable, "-m", "millpond.cli", "pool"]
+    argv += ["--socket", str(pool.socket), "--size", str(pool.size_bytes)]
+    if pool.extent_bytes is not None:
+        argv += ["--extent", str(pool.extent_bytes)]
+    retention = pool.retention
+    argv += ["--eviction", retention.eviction, "--admission", retention.admission]
+    return (*argv, "--state-ratio", str(retention.state_ratio))
+
+
+def replica_specs(options: SystemOptions, *, front_port: int | None) -> list[ReplicaSpec]:
+    """Return what each replica is started with: its share of the machine and a free port.
+
+    Raises ``SetupError`` where ports or GPUs do not suffice.
+    """
     num_replicas = options.num_replicas
     if num_replicas == 0:
         return []
