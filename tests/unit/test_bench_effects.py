@@ -44,9 +44,64 @@ def test_rounds_are_off_on_on_off_after_those_of_a_a() -> None:
     assert [plan.round for plan in PLANS] == [0] * 4 + [1] * 4
     assert [plan.pair for plan in PLANS[4:]] == [0, 0, 1, 1]
     assert [plan.number for plan in PLANS] == list(range(8))
-    three = plan_periods(Design(rounds=2, aa_rounds=0), ["off", "x", "y"])
-    assert [plan.cache for plan in three[:8]] == ["off", "x", "x", "off", "off", "y", "y", "off"]
-    assert len(three) == 16
+
+
+@pytest.mark.parametrize("others", [[], ["x"], ["x", "y"], ["x", "y", "z"]])
+def test_rounds_read_the_same_both_ways_however_many_caches(others: list[str]) -> None:
+    plans = plan_periods(Design(rounds=2, aa_rounds=1), ["off", *others])
+    rounds = [[plan for plan in plans if plan.round == number] for number in range(3)]
+    half = ["off", *others]
+    assert [plan.cache for plan in rounds[0]] == ["off"] * 4
+    for members in rounds[1:]:
+        caches = [plan.cache for plan in members]
+        assert caches == ([*half, *reversed(half)] if others else [])
+        assert [caches[plan.mirror] for plan in members] == caches
+        assert [plan.pair for plan in members] == [0] * len(half[: len(caches)]) + [1] * len(
+            half[: len(caches)]
+        )
+    assert [plan.number for plan in plans] == list(range(len(plans)))
+
+
+FOUR = plan_periods(Design(rounds=1, aa_rounds=0), ["off", "millpond", "lmcache", "vllm-fs"])
+SPEEDS = {"off": 1.0, "millpond": 4.0, "lmcache": 2.0, "vllm-fs": 0.8}
+
+
+def test_each_of_four_caches_is_compared_with_the_periods_that_are_off() -> None:
+    def times(plan: Plan, i: int) -> float:
+        return base_ms(i) / SPEEDS[plan.cache]
+
+    effects = [
+        each
+        for each in effects_of(periods(FOUR, noisy(times, share=0.02, seed=1)), seed=1)
+        if each.metric == "ttft_ms"
+    ]
+    assert [(each.base, each.other) for each in effects] == [
+        ("off", other) for other in ("millpond", "lmcache", "vllm-fs")
+    ]
+    for effect in effects:
+        assert effect.ratio.value == pytest.approx(SPEEDS[effect.other], rel=0.02)
+        assert (effect.num_prompts, len(effect.pairs)) == (60, 2)
+        assert effect.noise_source == "OFF periods"
+    assert [each.verdict for each in effects] == ["faster", "faster", "slower"]
+
+
+def test_a_steady_drift_is_no_effect_of_any_of_four_caches() -> None:
+    """By a tenth of the first period in each: the last one takes 1.7 times as long."""
+
+    def drifting(plan: Plan, i: int) -> float:
+        return base_ms(i) * (1 + 0.1 * plan.position)
+
+    made = periods(FOUR, noisy(drifting, share=0.01, seed=1))
+    for effect in effects_of(made, seed=1):
+        if effect.metric == "ttft_ms":
+            first, second = (pair.ratio.value for pair in effect.pairs)
+            assert first < 0.95, "each errs in its first pair"
+            assert second > 1.05, "and the other way in its second"
+            assert effect.verdict == "within noise"
+    shifts = {shift.cache: shift.ratio.value for shift in analyse(made).shifts}
+    assert shifts.keys() == SPEEDS.keys()
+    assert shifts["off"] == pytest.approx(1.7, abs=0.02)
+    assert shifts["vllm-fs"] == pytest.approx(1.4 / 1.3, abs=0.02)
 
 
 @pytest.mark.parametrize("ratio", [1.1, 2.0, 50.0])

@@ -195,12 +195,12 @@ def _drifts(periods: Sequence[Period], observed: Observed) -> list[Drift]:
 
 
 def _shifts(periods: Sequence[Period], observed: Observed, seed: int) -> list[Shift]:
-    """Compare 0 with 3 and 1 with 2 of each round: equal caches, at different times."""
-    numbers = {(period.plan.round, period.plan.position): period for period in periods}
+    """Compare the halves of each round: equal caches, at different times."""
+    places = {(period.plan.round, period.plan.position): period for period in periods}
     found: list[Shift] = []
-    for (number, position), early in numbers.items():
-        late = numbers.get((number, 3 - position))
-        if position > 1 or late is None:
+    for early in periods:
+        late = places.get((early.plan.round, early.plan.mirror))
+        if early.plan.pair == 1 or late is None:
             continue
         earlier, later = (_ttfts(observed, each) for each in (early, late))
         ratios = np.array([later[key] / earlier[key] for key in earlier if key in later])

@@ -68,11 +68,14 @@ def effects_of(periods: Sequence[Period], *, seed: int) -> list[Effect]:
     observed = observe_all(periods)
     found: list[Effect] = []
     compared = dict.fromkeys(
-        (period.plan.base, period.plan.other) for period in periods if not period.plan.is_aa
+        (period.plan.base, other)
+        for period in periods
+        for other in period.plan.others
+        if not period.plan.is_aa
     )
     cells = dict.fromkeys(cell for by_cell in observed.values() for cell in by_cell)
     for base, other in compared:
-        mine = [p for p in periods if (p.plan.base, p.plan.other) == (base, other)]
+        mine = [p for p in periods if p.plan.base == base and p.plan.compares(other)]
         for cell in cells:
             effect = paired_effect(_pairs(mine, observed, cell), cell, seed)
             if effect is not None:
@@ -153,16 +156,16 @@ def _outer_pairs(
     rounds: dict[int, dict[int, int]] = {}
     for period in periods:
         if period.plan.base == base and not period.plan.is_other:
-            rounds.setdefault(period.plan.round, {})[period.plan.position] = period.plan.number
+            rounds.setdefault(period.plan.round, {})[period.plan.pair] = period.plan.number
     return [
         (
             number,
             0,
             values_by_key(observed, places[0], cell),
-            values_by_key(observed, places[3], cell),
+            values_by_key(observed, places[1], cell),
         )
         for number, places in rounds.items()
-        if places.keys() >= {0, 3}
+        if places.keys() >= {0, 1}
     ]
 
 

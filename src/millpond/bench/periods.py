@@ -1,8 +1,11 @@
 """Periods: a round is OFF-ON-ON-OFF, so that a steady drift cancels out.
 
+Several caches share a round's OFF periods: OFF-X-Y-Y-X-OFF. Each cache's two periods lie as far
+from the round's middle on one side as on the other, like the two that are OFF.
+
 Before each period caches are switched and everything is flushed; then come the warm-up, kept
-apart, another flush, and the workloads one after the other. All four periods of a round send
-the same prompts; each round has its own.
+apart, another flush, and the workloads one after the other. All periods of a round send the
+same prompts; each round has its own.
 """
 
 import asyncio
@@ -24,30 +27,32 @@ from millpond.bench.stages import Scene, Stage
 from millpond.bench.workloads import Request, requests_of
 from millpond.model.errors import ConfigError, ExpectedError
 
-POSITIONS: Final = 4
 _SHARE_TOLD_MIN: Final = 0.1
 
 
 def plan_periods(design: Design, caches: Sequence[str]) -> list[Plan]:
-    """Return all periods in order: A/A rounds first, then each other cache in each round.
+    """Return all periods in order: A/A rounds first, then those that compare all caches.
 
-    The first cache is the base that the others are compared with.
+    The first cache is the base that the others are compared with; alone it has A/A rounds only.
     """
-    base, *others = caches
-    rounds = [(base, base)] * design.aa_rounds
-    rounds += [(base, other) for _ in range(design.rounds) for other in others]
-    return [
-        Plan(
-            number=POSITIONS * i + position,
-            base=base,
-            other=other,
-            round=i,
-            position=position,
-            cache=other if position in (1, 2) else base,
-        )
-        for i, (base, other) in enumerate(rounds)
-        for position in range(POSITIONS)
-    ]
+    base, *rest = caches
+    others = tuple(rest)
+    rounds = [(base,)] * design.aa_rounds + [others] * (design.rounds if others else 0)
+    plans: list[Plan] = []
+    for number, compared in enumerate(rounds):
+        half = (base, *compared)
+        for position, cache in enumerate((*half, *reversed(half))):
+            plans.append(
+                Plan(
+                    number=len(plans),
+                    base=base,
+                    others=compared,
+                    round=number,
+                    position=position,
+                    cache=cache,
+                )
+            )
+    return plans
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from millpond.bench.scenario import Scenario
 from millpond.bench.workloads import Role
 from millpond.model.errors import ConfigError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+_FORMAT_OF_TWO: Final = 1
+"""Its rounds compared two caches each, and a plan named the second one as `other`."""
 _PERCENTILES: Final = (90, 99)
 _MS_PER_S: Final = 1000
 
@@ -76,31 +78,51 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One period before it has run.
 
-    ``base`` and ``other`` are the caches that its round compares, and ``cache`` the one of the
-    two that it runs with. ``position`` is 0 to 3 of OFF-ON-ON-OFF.
+    ``base`` is the cache that its round compares the ``others`` with, and ``cache`` the one
+    that it runs with. ``position`` is its place in the round, which reads the same both ways:
+    OFF-ON-ON-OFF, or OFF-X-Y-Y-X-OFF.
     """
 
     number: int
     base: str
-    other: str
+    others: tuple[str, ...]
     round: int
     position: int
     cache: str
 
     @property
+    def num_positions(self) -> int:
+        """How many periods its round has."""
+        return num_positions(self.others)
+
+    @property
+    def mirror(self) -> int:
+        """The place of the same cache in the other half of the round."""
+        return self.num_positions - 1 - self.position
+
+    @property
     def is_other(self) -> bool:
-        """Whether it is one of the two in the middle."""
-        return self.position in (1, 2)
+        """Whether it lies between the two outer ones, which run with the base."""
+        return 0 < self.position < self.num_positions - 1
 
     @property
     def pair(self) -> int:
         """The half of the round it belongs to: OFF-ON is 0, ON-OFF is 1."""
-        return self.position // 2
+        return self.position // (self.num_positions // 2)
 
     @property
     def is_aa(self) -> bool:
         """Whether its round compares a cache with itself."""
-        return self.base == self.other
+        return self.others == (self.base,)
+
+    def compares(self, other: str) -> bool:
+        """Return whether it is part of what compares the base with ``other``."""
+        return other in self.others and (not self.is_other or self.cache == other)
+
+
+def num_positions(others: Sequence[str]) -> int:
+    """Return how many periods a round has that compares a base with ``others``."""
+    return 2 * (1 + len(others))
 
 
 class Period(msgspec.Struct, kw_only=True):
@@ -135,14 +157,23 @@ class Record(msgspec.Struct, kw_only=True):
 def load_record(path: Path) -> Record:
     """Read what ``Record.save`` wrote; raises ``ConfigError``."""
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError) as error:
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if document.get("format") == _FORMAT_OF_TWO:
+            _upgrade(document)
+        record = msgspec.convert(document, Record)
+    except (OSError, msgspec.DecodeError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path} is no record of a benchmark: {error}; give a bench.json"
         ) from error
     if record.format != FORMAT:
         raise ConfigError(f"{path} has format {record.format}, and this reads {FORMAT}")
     return record
+
+
+def _upgrade(document: dict[str, Any]) -> None:
+    document["format"] = FORMAT
+    for period in document["periods"]:
+        period["plan"]["others"] = [period["plan"].pop("other")]
 
 
 def write_json(path: Path, value: object) -> None:

@@ -147,7 +147,7 @@ def _period_table(periods: Sequence[Period]) -> Table:
         table.add_row(
             str(plan.number),
             plan.cache,
-            f"A/A {plan.base}" if plan.is_aa else f"{plan.base} and {plan.other}",
+            f"A/A {plan.base}" if plan.is_aa else ", ".join((plan.base, *plan.others)),
             period.started_at,
             f"{period.duration_s:.0f} s",
             f"{len(period.samples):,}",

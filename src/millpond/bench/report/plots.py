@@ -119,7 +119,7 @@ def _draw_periods(run: Run, chart: Chart) -> None:
         middle = (first.begin + last.begin + 1) / 2
         if len(periods) > _LABELS_MAX:
             chart.write_below(middle, f"{plan.number}…")
-        chart.write_below(middle, "A/A" if plan.is_aa else plan.other, row=1)
+        chart.write_below(middle, "A/A" if plan.is_aa else ", ".join(plan.others), row=1)
 
 
 def _draw_medians(run: Run, chart: Chart, requests: Sequence[Request]) -> None:

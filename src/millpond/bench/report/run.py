@@ -56,7 +56,7 @@ class Run:
         caches = dict.fromkeys(
             cache
             for period in self.record.periods
-            for cache in (period.plan.base, period.plan.other)
+            for cache in (period.plan.base, *period.plan.others)
         )
         return {cache: f"c{number % _COLOURS}" for number, cache in enumerate(caches)}
 
