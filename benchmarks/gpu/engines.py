@@ -1,0 +1,362 @@
+"""Engines in processes of their own, driven step by step: every token has its time.
+
+    replica = Replica("a", Start(arguments, gpu="0", transfer=millpond_transfer("a", socket)))
+    answer = replica.ask(prompt, max_tokens=16)
+
+An engine takes a list of requests at once: the first one can be decoding while the others come.
+It goes on stepping between two lists for as long as its connector has work to end.
+"""
+
+import itertools
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ANSWER_S = 1800.0
+FORGET_S = 60.0
+SHARP_LOGITS = 100.0
+SLOW_DECAY = -6.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. It comes once the list's first one has made ``after_tokens`` tokens."""
+
+    prompt: Sequence[int]
+    max_tokens: int = 1
+    after_tokens: int = 0
+    num_logprobs: int | None = None
+    request_id: str | None = None
+
+
+@dataclass
+class Answer:
+    """What became of a request; times are those of ``time.perf_counter`` in its engine.
+
+    ``running_s`` is when the request was first seen to be computed (a load is over by then).
+    """
+
+    prompt_tokens: int
+    arrived_s: float
+    running_s: float | None = None
+    token_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    cached_tokens: int | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the arrival to the first token."""
+        return self.token_s[0] - self.arrived_s
+
+    @property
+    def intervals_s(self) -> list[tuple[float, float]]:
+        """Begin and end of each wait between two tokens."""
+        return list(itertools.pairwise(self.token_s))
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start an engine: arguments of ``vllm.LLM``, its GPU, its connector if any.
+
+    ``environ`` is laid over the parent's environment. ``sharpen`` makes random weights say
+    something (see ``_sharpen``).
+    """
+
+    arguments: dict[str, Any]
+    gpu: str | None
+    transfer: dict[str, Any] | None = None
+    environ: dict[str, str] = field(default_factory=dict)
+    sharpen: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine says of itself. ``step_tokens`` is its largest step in whole blocks."""
+
+    block_tokens: int
+    step_tokens: int
+    num_kv_tokens: int
+    vllm: str
+    torch: str
+    device: str
+
+
+def millpond_transfer(name: str, socket: Path) -> dict[str, Any]:
+    """Return the ``kv_transfer_config`` of a replica at a pool."""
+    return {
+        "kv_connector": "MillpondConnector",
+        "kv_connector_module_path": "millpond.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"replica": name, "socket": str(socket)},
+    }
+
+
+class Replica:
+    """An engine in a process of its own. Every call blocks until the engine has done it."""
+
+    def __init__(self, name: str, start: Start) -> None:
+        self.name = name
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_be_an_engine, args=(theirs, start), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.facts: Facts = self._answer()
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
+        """Ask one request alone."""
+        return self.serve([Ask(prompt, max_tokens)])[0]
+
+    def serve(self, asks: Sequence[Ask], *, tail_tokens: int | None = None) -> list[Answer]:
+        """Ask several requests at once.
+
+        With ``tail_tokens`` the first one is aborted when the others are over and it has made
+        so many tokens more.
+        """
+        return self._call("serve", list(asks), tail_tokens)
+
+    def forget(self) -> None:
+        """Empty the engine's own cache of prefixes, and nothing else."""
+        self._call("forget")
+
+    def mend(self, *, enabled: bool) -> bool:
+        """Turn the connector's remedy for diverging local hits on or off.
+
+        Returns False where the engine's version needs none, and nothing is changed.
+        """
+        return self._call("mend", enabled)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join(30.0)
+
+    def _call(self, operation: str, *arguments: object) -> Any:  # noqa: ANN401
+        self._pipe.send((operation, arguments))
+        return self._answer()
+
+    def _answer(self) -> Any:  # noqa: ANN401
+        if not self._pipe.poll(ANSWER_S):
+            raise RuntimeError(f"no answer of {self.name} within {ANSWER_S:g} s")
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+# ---------------------------------------------------------------- in the engine's process
+
+
+def _be_an_engine(asked: Connection, start: Start) -> None:
+    """Start, then do what is asked until there is no more."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONHASHSEED": "0"} | start.environ
+    if start.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = start.gpu
+    try:
+        engine = _Engine(start)
+        asked.send(engine.facts())
+        while True:
+            engine.step_while_idle(asked)
+            operation, arguments = asked.recv()
+            asked.send(getattr(engine, operation)(*arguments))
+    except EOFError:
+        return
+    except Exception:  # noqa: BLE001 - whatever it is, the parent has to hear of it
+        asked.send(RuntimeError(traceback.format_exc()))
+
+
+class _Engine:
+    """The engine itself, in this process: its scheduler can be looked at between two steps."""
+
+    def __init__(self, start: Start) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+        from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+
+        config = Path(start.arguments["model"], "config.json")
+        if config.is_file() and "Qwen35TextForCausalLM" in config.read_text(encoding="utf-8"):
+            _register_text_only()
+        self._coordinator: Any = HybridKVCacheCoordinator
+        self._as_shipped = getattr(self._coordinator, "find_longest_cache_hit_per_group", None)
+        transfer = None if start.transfer is None else KVTransferConfig(**start.transfer)
+        self._llm = LLM(kv_transfer_config=transfer, **start.arguments)
+        self._mended = getattr(self._coordinator, "find_longest_cache_hit_per_group", None)
+        self._engine: Any = self._llm.llm_engine
+        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self._num_asked = 0
+        if start.sharpen:
+            self._llm.apply_model(_sharpen)
+
+    def facts(self) -> Facts:
+        import torch
+        import vllm
+
+        config: Any = self._engine.vllm_config
+        cache = config.cache_config
+        block = int(cache.block_size)
+        has_gpu = torch.cuda.is_available()
+        return Facts(
+            block_tokens=block,
+            step_tokens=config.scheduler_config.max_num_batched_tokens // block * block,
+            num_kv_tokens=int(cache.num_gpu_blocks) * block,
+            vllm=vllm.__version__,
+            torch=str(torch.__version__),
+            device=torch.cuda.get_device_name() if has_gpu else "cpu",
+        )
+
+    def step_while_idle(self, asked: Connection) -> None:
+        """Let the connector end its work, as a serving engine would, until something is asked."""
+        while not asked.poll(0.0 if self._scheduler.has_requests() else None):
+            self._engine.step()
+
+    def forget(self) -> None:
+        deadline_s = time.monotonic() + FORGET_S
+        while not self._llm.reset_prefix_cache():
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("the engine's own cache of prefixes is in use")
+            self._engine.step()
+
+    def mend(self, enabled: bool) -> bool:  # noqa: FBT001 - comes over the pipe by position
+        if self._as_shipped is self._mended:
+            return False
+        mend = self._mended if enabled else self._as_shipped
+        self._coordinator.find_longest_cache_hit_per_group = mend
+        return True
+
+    def serve(self, asks: list[Ask], tail_tokens: int | None) -> list[Answer]:
+        served = _Served(self._engine, self._scheduler, asks, self._num_asked)
+        self._num_asked += len(asks)
+        stops_at: int | None = None
+        while True:
+            served.let_come()
+            served.step()
+            if tail_tokens is None:
+                if served.num_left == 0:
+                    return served.answers
+                continue
+            first = served.answers[0]
+            if stops_at is None and served.num_left == 1 and not served.is_over(0):
+                stops_at = len(first.tokens) + tail_tokens
+            if served.num_left == 0 or (stops_at is not None and len(first.tokens) >= stops_at):
+                served.abort_first()
+                return served.answers
+
+
+class _Served:
+    """One list of requests on their way through the engine."""
+
+    def __init__(self, engine: Any, scheduler: Any, asks: list[Ask], number: int) -> None:  # noqa: ANN401
+        self._engine = engine
+        self._scheduler = scheduler
+        self._asks = asks
+        self._names = [ask.request_id or f"ask-{number + i}" for i, ask in enumerate(asks)]
+        self._index = {name: i for i, name in enumerate(self._names)}
+        self._coming = list(range(len(asks)))
+        self._inside: dict[int, str] = {}
+        self._not_running: set[int] = set()
+        self.answers = [Answer(len(ask.prompt), 0.0) for ask in asks]
+
+    @property
+    def num_left(self) -> int:
+        """How many are still to come or to finish."""
+        return len(self._coming) + len(self._inside)
+
+    def is_over(self, i: int) -> bool:
+        return i not in self._inside and i not in self._coming
+
+    def let_come(self) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        made = len(self.answers[0].tokens)
+        for i in [i for i in self._coming if self._asks[i].after_tokens <= made]:
+            ask = self._asks[i]
+            params = SamplingParams(
+                max_tokens=ask.max_tokens,
+                temperature=0,
+                logprobs=ask.num_logprobs,
+                detokenize=False,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            prompt = {"type": "token", "prompt_token_ids": list(ask.prompt)}
+            self.answers[i].arrived_s = time.perf_counter()
+            self._inside[i] = self._engine.add_request(self._names[i], prompt, params)
+            self._coming.remove(i)
+            self._not_running.add(i)
+
+    def step(self) -> None:
+        outputs = self._engine.step()
+        now_s = time.perf_counter()
+        for i in list(self._not_running):
+            request = self._scheduler.requests.get(self._inside[i])
+            if request is None or request.status.name == "RUNNING":
+                self._not_running.remove(i)
+                self.answers[i].running_s = now_s
+        for output in outputs:
+            i = self._index[output.request_id]
+            answer, new = self.answers[i], output.outputs[0]
+            answer.tokens += new.token_ids
+            answer.token_s += [now_s] * len(new.token_ids)
+            if new.logprobs:
+                answer.logprobs += [
+                    {token: entry.logprob for token, entry in position.items()}
+                    for position in new.logprobs
+                ]
+            if output.num_cached_tokens is not None:
+                answer.cached_tokens = output.num_cached_tokens
+            if output.finished:
+                del self._inside[i]
+
+    def abort_first(self) -> None:
+        if 0 in self._inside:
+            self._engine.abort_request([self._names[0]])
+            del self._inside[0]
+
+
+def _register_text_only() -> None:
+    """Let vLLM 0.26 load the text part of Qwen3.5 alone, under the name that its config has."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import qwen3_5
+    from vllm.model_executor.models.interfaces import IsHybrid
+
+    whole = qwen3_5.Qwen3_5ForConditionalGeneration
+    names = ("dtype_from_config", "shape_from_config", "copy_func")
+    states = {
+        f"get_mamba_state_{name}": classmethod(getattr(whole, f"get_mamba_state_{name}").__func__)
+        for name in names
+    }
+    text_only = type("Qwen35TextForCausalLM", (qwen3_5.Qwen3_5ForCausalLM, IsHybrid), dict(states))
+    ModelRegistry.register_model("Qwen35TextForCausalLM", text_only)
+
+
+def _sharpen(model: Any) -> int:  # noqa: ANN401
+    """Make vLLM's dummy weights tell right from wrong; return how many were changed.
+
+    They give logits that differ by 0.04 and states that forget within a few tokens. Larger
+    output rows make log-probabilities readable, and a slow decay lets a state matter: see
+    ``millpond.launch.tiny``. No shape and no work changes.
+    """
+    import torch
+
+    num_changed = 0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("lm_head.weight"):
+                weight.mul_(SHARP_LOGITS)
+            elif name.endswith("A_log"):
+                weight.fill_(SLOW_DECAY)
+            elif name.endswith("dt_bias"):
+                weight.zero_()
+            else:
+                continue
+            num_changed += 1
+    return num_changed
