@@ -1,0 +1,266 @@
+"""Cold prefill with Millpond against an engine without it, and two traps of vLLM 0.26.
+
+    python benchmarks/gpu/cold.py --model MODEL [--engine JSON] [--json PATH]
+                                  [--lengths 32768x5,131072x5,261900x3] [--exact 32768x3,131072x1]
+                                  [--diverging 3] [--order diverging,exact,cold]
+
+Two engines on one GPU: "on" has the connector, "off" has none at all. Random prompts, each used
+once by either, ON OFF OFF ON:
+
+- cold: time to the first token, and the tokens, of prompts that nobody has seen.
+- exact: a prompt of whole blocks, asked again on the same engine. 0.26 keeps the state at its
+  end, from which it cannot resume, and computes everything after the last step's end again.
+  Millpond keeps the state one block earlier. Lengths are taken one block under a multiple of
+  the largest step, where most is lost.
+- diverging: a prompt that shares blocks with one before, of which the engine has attention
+  pages and no recurrent state. 0.26 takes that for a hit with any connector on a hybrid model
+  and answers wrongly. "unmended" is the "on" engine with Millpond's remedy taken away for this
+  one request, and "alone" the "off" engine with nothing cached. Log-probabilities are compared.
+
+A 27B hybrid in fp8 on one H200 takes about eleven minutes: 2 for the start of the engines, 1 for
+diverging and exact, 0.5 for 32k, 2.5 for 128k and 4.5 for 256k. Ends with 1 where a median of
+the ratios is above 1.02, where tokens differ, or where the remedies do not help.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engines import Answer, Ask, Replica
+from runs import (
+    Clock,
+    Pool,
+    Prompts,
+    Results,
+    counts,
+    engine_arguments,
+    gpus_for,
+    median,
+    parser,
+    rounded,
+    running,
+    running_pool,
+    start_of,
+    warm_up,
+)
+
+COLD_RATIO_MAX = 1.02
+EXACT_RATIO_MAX = 0.5
+NUM_TOKENS = 16
+NUM_LOGPROBS = 20
+AGAIN_REPEATS = 3
+SAME_LOGPROBS_MAX = 0.15
+"""Between two ways to cut the same prompt into steps; a wrong state changes several times that."""
+PREFILL_TOKENS_S = 11_000
+
+
+@dataclass
+class Bench:
+    """What all rows need."""
+
+    on: Replica
+    off: Replica
+    pool: Pool
+    prompts: Prompts
+    results: Results
+    clock: Clock
+
+    def forget(self) -> None:
+        """Leave nothing cached: not in the engines, not in the pool."""
+        self.pool.settle()
+        self.on.forget()
+        self.off.forget()
+        self.pool.flush()
+
+    def both(self, number: int, ask: Callable[[Replica], Answer]) -> tuple[Answer, Answer]:
+        """Ask both, in turns of ON OFF OFF ON; return the answers as on, off."""
+        order = [self.on, self.off] if number % 2 == 0 else [self.off, self.on]
+        answers = {replica.name: ask(replica) for replica in order}
+        self.pool.settle()
+        return answers["on"], answers["off"]
+
+
+def cold(bench: Bench, length: int, number: int) -> None:
+    """Add a row: fresh prompts of one length."""
+    on_s: list[float] = []
+    off_s: list[float] = []
+    same: list[bool] = []
+    for i in range(number):
+        bench.clock.say(f"cold, {length} tokens, {i + 1} of {number}")
+        prompt = bench.prompts.draw(length)
+        on, off = bench.both(i, lambda replica, prompt=prompt: replica.ask(prompt, NUM_TOKENS))
+        on_s.append(on.ttft_s)
+        off_s.append(off.ttft_s)
+        same.append(on.tokens == off.tokens)
+    ratios = [a / b for a, b in zip(on_s, off_s, strict=True)]
+    bench.forget()
+    bench.results.row(
+        what="cold",
+        prompt_tokens=length,
+        on_s=rounded(on_s),
+        off_s=rounded(off_s),
+        on_median_s=median(on_s),
+        off_median_s=median(off_s),
+        ratios=rounded(ratios),
+        ratio=median(ratios),
+        same_tokens=same,
+    )
+    bench.results.at_most(f"cold at {length}, on / off", median(ratios), COLD_RATIO_MAX)
+    bench.results.true(f"same {NUM_TOKENS} tokens, cold at {length}", holds=all(same))
+
+
+def exact(bench: Bench, length: int, number: int) -> None:
+    """Add a row: prompts of whole blocks, again on the same engine."""
+    facts = bench.on.facts
+    num_tokens = max(1, length // facts.step_tokens) * facts.step_tokens - facts.block_tokens
+    again: dict[str, list[list[float]]] = {"on": [], "off": []}
+    cold_s: dict[str, list[float]] = {"on": [], "off": []}
+    same: list[bool] = []
+    for i in range(number):
+        bench.clock.say(f"exact multiple, {num_tokens} tokens, {i + 1} of {number}")
+        prompt = bench.prompts.draw(num_tokens)
+        firsts = bench.both(i, lambda replica, prompt=prompt: replica.ask(prompt))
+        for replica, first in zip((bench.on, bench.off), firsts, strict=True):
+            answers = [replica.ask(prompt) for _ in range(AGAIN_REPEATS)]
+            cold_s[replica.name].append(first.ttft_s)
+            again[replica.name].append(rounded(answer.ttft_s for answer in answers))
+            same.append(all(answer.tokens == first.tokens for answer in answers))
+    bench.forget()
+    firsts_s = {name: median([each[0] for each in rows]) for name, rows in again.items()}
+    bench.results.row(
+        what="exact",
+        prompt_tokens=num_tokens,
+        blocks=num_tokens // facts.block_tokens,
+        cold_s={name: rounded(values) for name, values in cold_s.items()},
+        again_s=again,
+        first_again_median_s=firsts_s,
+        ratio=round(firsts_s["on"] / firsts_s["off"], 3),
+        same_tokens=same,
+    )
+    bench.results.at_most(
+        f"exact multiple of {num_tokens} again, on / off",
+        firsts_s["on"] / firsts_s["off"],
+        EXACT_RATIO_MAX,
+    )
+
+
+def logprob_distance(left: Answer, right: Answer) -> float:
+    """Return the largest difference of the first token's log-probabilities.
+
+    Of the candidates that both have; where those are fewer than half, infinite.
+    """
+    first, second = left.logprobs[0], right.logprobs[0]
+    common = first.keys() & second.keys()
+    if len(common) < len(first) / 2:
+        return float("inf")
+    return max(abs(first[token] - second[token]) for token in common)
+
+
+def diverging(bench: Bench, number: int) -> None:
+    """Add a row for each pair of prompts of which the second hits attention pages alone."""
+    block, step = bench.on.facts.block_tokens, bench.on.facts.step_tokens
+    shared = max(1, step // block // 2) * block
+    distances: dict[str, list[float]] = {"mended": [], "unmended": []}
+    needed = bench.on.mend(enabled=True)
+
+    def asked(replica: Replica, prompt: Sequence[int]) -> Answer:
+        ask = Ask(prompt, NUM_TOKENS, num_logprobs=NUM_LOGPROBS)
+        return replica.serve([ask])[0]
+
+    for i in range(number):
+        bench.clock.say(f"diverging hits, {i + 1} of {number}")
+        earlier = bench.prompts.draw(shared + block + block // 2)
+        later = earlier[:shared] + bench.prompts.draw(1 + 16 * i)
+        bench.forget()
+        alone = asked(bench.off, later)
+        answers: dict[str, Answer] = {}
+        for name, enabled in (("unmended", False), ("mended", True)):
+            bench.forget()
+            bench.on.mend(enabled=True)
+            asked(bench.on, earlier)
+            bench.pool.settle()
+            bench.on.mend(enabled=enabled)
+            answers[name] = asked(bench.on, later)
+            distances[name].append(logprob_distance(answers[name], alone))
+        bench.on.mend(enabled=True)
+        bench.results.row(
+            what="diverging",
+            remedy_needed=needed,
+            shared_tokens=shared,
+            prompt_tokens=len(later),
+            ttft_s={name: round(answer.ttft_s, 4) for name, answer in answers.items()},
+            cached_tokens={name: answer.cached_tokens for name, answer in answers.items()},
+            logprob_distance={name: str(round(d[-1], 4)) for name, d in distances.items()},
+            num_same_tokens={name: _same(answer, alone) for name, answer in answers.items()},
+            top_logprobs_alone=[round(value, 3) for value in _top(alone)],
+        )
+    bench.forget()
+    if number:
+        bench.results.at_most(
+            "diverging hits with the remedy, log-probabilities",
+            max(distances["mended"]),
+            SAME_LOGPROBS_MAX,
+        )
+    if number and needed:
+        bench.results.true(
+            "diverging hits without the remedy are wrong",
+            holds=max(distances["unmended"]) > SAME_LOGPROBS_MAX,
+        )
+
+
+def _same(left: Answer, right: Answer) -> int:
+    return sum(a == b for a, b in zip(left.tokens, right.tokens, strict=True))
+
+
+def _top(answer: Answer) -> list[float]:
+    return sorted(answer.logprobs[0].values(), reverse=True)[:3]
+
+
+def expected_s(asked: argparse.Namespace) -> float:
+    """Return what a 27B on an H200 is expected to take, engine starts included."""
+    lengths = [*counts(asked.lengths).items(), *counts(asked.exact).items()]
+    prefill_s = sum(
+        2 * number * (length / PREFILL_TOKENS_S + (length / 46_000) ** 2 * 0.5 + 0.7)
+        for length, number in lengths
+    )
+    return 110 + prefill_s + 8 * asked.diverging
+
+
+def main() -> None:
+    """Measure and print."""
+    made = parser(__doc__)
+    made.add_argument("--lengths", default="32768x5,131072x5,261900x3")
+    made.add_argument("--exact", default="32768x3,131072x1")
+    made.add_argument("--diverging", type=int, default=3)
+    made.add_argument("--order", default="diverging,exact,cold")
+    asked = made.parse_args()
+    lengths, exacts = counts(asked.lengths), counts(asked.exact)
+    longest = max((*lengths, *exacts, 1)) + NUM_TOKENS
+    arguments = engine_arguments(asked, longest)
+    gpu = gpus_for(1, same=True)[0]
+    prompts = Prompts(asked.seed, asked.token_ids)
+    results = Results(asked)
+    clock = Clock(expected_s(asked))
+    with running_pool(asked) as socket:
+        starts = {
+            "on": start_of(arguments, gpu, name="on", socket=socket),
+            "off": start_of(arguments, gpu),
+        }
+        with running(starts) as (on, off):
+            pool = Pool(socket)
+            pool.wait_joined("on")
+            results.facts(on.facts)
+            bench = Bench(on, off, pool, prompts, results, clock)
+            warm_up((on, off), prompts, longest)
+            for part in asked.order.split(","):
+                if part == "diverging":
+                    diverging(bench, asked.diverging)
+                for length, number in exacts.items() if part == "exact" else ():
+                    exact(bench, length, number)
+                for length, number in lengths.items() if part == "cold" else ():
+                    cold(bench, length, number)
+    results.finish()
+
+
+if __name__ == "__main__":
+    main()
