@@ -81,6 +81,7 @@ def test_broad_except_is_found(handler: str) -> None:
 
 IMPORTED_AS = {"import-linter": "importlinter", "pytest-timeout": "pytest_timeout", "pyzmq": "zmq"}
 ENGINE_ROOMS = {
+    "huggingface_hub": ("launch",),
     "torch": ("transfer", "connector", "gate"),
     "triton": ("transfer", "gate"),
     "vllm": ("connector", "gate"),

