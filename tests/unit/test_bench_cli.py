@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from millpond.bench.analysis import analyse
 from millpond.bench.periods import plan_periods
 from millpond.bench.records import Record
 from millpond.bench.scenario import Design, Moved, Scenario, scenario_files
@@ -83,7 +82,7 @@ def saved(path: Path, speed: float) -> str:
         ),
     )
     record = Record(scenario=SCENARIO, options={}, facts={}, periods=made)
-    record.save(path, analyse(made))
+    record.save(path)
     return str(path)
 
 

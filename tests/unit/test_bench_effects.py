@@ -1,15 +1,17 @@
 """Effects, noise and verdicts on made periods with a planted effect, a drift, or none."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from millpond.bench import statistics
+from millpond.bench import effects, resampling
 from millpond.bench.analysis import analyse
 from millpond.bench.comparing import compare
-from millpond.bench.effects import Effect, effects_of
+from millpond.bench.effects import Effect
 from millpond.bench.headlines import headlines
-from millpond.bench.observations import WHOLE
+from millpond.bench.observations import WHOLE, observe_all
 from millpond.bench.periods import plan_periods
-from millpond.bench.records import Plan, Sources
+from millpond.bench.records import Period, Plan, Sources
 from millpond.bench.scenario import Design, Mixed, Moved, Scenario, Sessions
 from millpond.model.errors import ConfigError
 from tests.unit.bench_values import noisy, period, periods, sample
@@ -22,7 +24,12 @@ SCENARIO = Scenario(name="s", description="d", workload=(Moved(name="g", lengths
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw less often: intervals are rougher, and the tests five times as fast."""
-    monkeypatch.setattr(statistics, "RESAMPLES", 300)
+    monkeypatch.setattr(resampling, "RESAMPLES", 300)
+
+
+def effects_of(made: Sequence[Period]) -> list[Effect]:
+    observed = observe_all(made)
+    return effects.effects_of(made, observed, effects.noise_of(made, observed, seed=1), seed=1)
 
 
 def base_ms(i: int) -> float:
@@ -72,7 +79,7 @@ def test_each_of_four_caches_is_compared_with_the_periods_that_are_off() -> None
 
     effects = [
         each
-        for each in effects_of(periods(FOUR, noisy(times, share=0.02, seed=1)), seed=1)
+        for each in effects_of(periods(FOUR, noisy(times, share=0.02, seed=1)))
         if each.metric == "ttft_ms"
     ]
     assert [(each.base, each.other) for each in effects] == [
@@ -92,7 +99,7 @@ def test_a_steady_drift_is_no_effect_of_any_of_four_caches() -> None:
         return base_ms(i) * (1 + 0.1 * plan.position)
 
     made = periods(FOUR, noisy(drifting, share=0.01, seed=1))
-    for effect in effects_of(made, seed=1):
+    for effect in effects_of(made):
         if effect.metric == "ttft_ms":
             first, second = (pair.ratio.value for pair in effect.pairs)
             assert first < 0.95, "each errs in its first pair"
@@ -106,7 +113,7 @@ def test_a_steady_drift_is_no_effect_of_any_of_four_caches() -> None:
 
 @pytest.mark.parametrize("ratio", [1.1, 2.0, 50.0])
 def test_a_planted_effect_is_recovered_within_its_interval(ratio: float) -> None:
-    effect = ttft(effects_of(periods(PLANS, noisy(planted(ratio), share=0.05, seed=1)), seed=1))
+    effect = ttft(effects_of(periods(PLANS, noisy(planted(ratio), share=0.05, seed=1))))
     interval = effect.ratio.interval
     assert interval is not None
     assert interval.low <= ratio <= interval.high
@@ -116,7 +123,7 @@ def test_a_planted_effect_is_recovered_within_its_interval(ratio: float) -> None
 
 
 def test_a_loss_is_called_one() -> None:
-    effect = ttft(effects_of(periods(PLANS, noisy(planted(0.8), share=0.05, seed=1)), seed=1))
+    effect = ttft(effects_of(periods(PLANS, noisy(planted(0.8), share=0.05, seed=1))))
     assert effect.verdict == "slower"
     assert effect.gain_share == pytest.approx(-0.25, abs=0.05)
 
@@ -125,7 +132,7 @@ def test_where_nothing_differs_nothing_is_found() -> None:
     found = 0
     for seed in range(40):
         made = periods(PLANS, noisy(planted(1.0), share=0.1, seed=seed), num_prompts=15)
-        effect = ttft(effects_of(made, seed=1))
+        effect = ttft(effects_of(made))
         found += effect.verdict != "within noise"
         assert effect.noise is not None
     assert found <= 1
@@ -136,7 +143,7 @@ def test_a_steady_drift_is_no_effect_and_shows_in_the_pairs() -> None:
         return base_ms(i) * (1 + 0.1 * plan.position)
 
     made = periods(PLANS, noisy(drifting, share=0.01, seed=1))
-    effect = ttft(effects_of(made, seed=1))
+    effect = ttft(effects_of(made))
     first, second = (pair.ratio.value for pair in effect.pairs)
     assert first < 0.95
     assert second > 1.05
@@ -153,7 +160,7 @@ def test_an_effect_within_the_noise_floor_is_none() -> None:
         factor = 1.3 if plan.round == 0 and plan.position == 1 else 1.0
         return base_ms(i) * factor / (1.1 if plan.cache == "millpond" else 1.0)
 
-    effect = ttft(effects_of(periods(PLANS, noisy(restless, share=0.01, seed=1)), seed=1))
+    effect = ttft(effects_of(periods(PLANS, noisy(restless, share=0.01, seed=1))))
     assert effect.ratio.interval is not None
     assert effect.ratio.interval.low > 1.05
     assert effect.verdict == "within noise"
@@ -161,7 +168,7 @@ def test_an_effect_within_the_noise_floor_is_none() -> None:
 
 def test_without_a_a_the_off_periods_are_the_noise_floor() -> None:
     plans = plan_periods(Design(rounds=1, aa_rounds=0), ["off", "millpond"])
-    effect = ttft(effects_of(periods(plans, noisy(planted(2.0), share=0.05, seed=1)), seed=1))
+    effect = ttft(effects_of(periods(plans, noisy(planted(2.0), share=0.05, seed=1))))
     assert effect.noise_source == "OFF periods"
     assert effect.noise is not None
     assert effect.noise.low < 1 < effect.noise.high
@@ -172,7 +179,7 @@ def test_prompts_are_paired_and_not_the_medians() -> None:
     made = periods(plans, planted(1.2))
     made[1].samples.reverse()
     made[2].samples = made[2].samples[3:]
-    effect = ttft(effects_of(made, seed=1))
+    effect = ttft(effects_of(made))
     assert effect.ratio.value == pytest.approx(1.2)
     assert [pair.num_prompts for pair in effect.pairs] == [30, 27]
 
@@ -210,7 +217,7 @@ def test_a_session_is_the_sum_of_its_turns() -> None:
 
     made = [period(plan, turns(plan)) for plan in plans]  # pyright: ignore[reportArgumentType]
     made[3].samples[0].error, made[3].samples[0].ttft_ms = "lost", None
-    by_metric = {e.metric: e for e in effects_of(made, seed=1) if e.part == WHOLE}
+    by_metric = {e.metric: e for e in effects_of(made) if e.part == WHOLE}
     total, span = by_metric["total_ttft_ms"], by_metric["span_ms"]
     assert (total.base_median_ms, total.other_median_ms) == (300.0, 150.0)
     assert (span.base_median_ms, span.other_median_ms) == (2130.0, 2080.0)

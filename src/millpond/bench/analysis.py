@@ -7,16 +7,25 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from millpond.bench.effects import Effect, Observed, effects_of, noise_floor, values_by_key
-from millpond.bench.observations import Cell, Observation, observe_all
+from millpond.bench.effects import Effect, effects_of, noise_of
+from millpond.bench.observations import (
+    Cell,
+    Observation,
+    Observed,
+    cells_of,
+    clusters_of,
+    observe_all,
+    values_by_key,
+)
 from millpond.bench.records import Period, Sample, serve_metrics
+from millpond.bench.resampling import Clusters
 from millpond.bench.statistics import (
     OUTLIER_SCORE,
     QUANTILES,
     Estimate,
     Trend,
     estimate_median,
-    estimate_quantile,
+    estimate_quantiles,
     outlier_scores,
     trend,
 )
@@ -26,12 +35,16 @@ _MS_PER_MINUTE: Final = 60_000
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantiles of one group, role and metric under one cache."""
+    """Quantiles of one group, role and metric under one cache.
+
+    A request has one value, but of ITL as many as there are times between its tokens.
+    """
 
     group: str
     part: str
     metric: str
     cache: str
+    num_requests: int
     num_values: int
     quantiles: dict[str, Estimate]
 
@@ -117,13 +130,14 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
 def analyse(periods: Sequence[Period], *, seed: int = 1) -> Analysis:
     """Return the analysis; ``seed`` decides what the bootstrap draws."""
     observed = observe_all(periods)
+    noise = noise_of(periods, observed, seed=seed)
     samples = [sample for period in periods for sample in period.samples]
     errors = Counter(
         period.plan.cache for period in periods for each in period.samples if each.error is not None
     )
     return Analysis(
-        effects=effects_of(periods, seed=seed),
-        noise_floor=noise_floor(periods, seed=seed),
+        effects=effects_of(periods, observed, noise, seed=seed),
+        noise_floor=list(noise.effects),
         summaries=_summaries(periods, observed, seed),
         drifts=_drifts(periods, observed),
         shifts=_shifts(periods, observed, seed),
@@ -147,35 +161,31 @@ def _metrics(periods: Sequence[Period]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _cells(observed: Observed) -> Iterable[Cell]:
-    return dict.fromkeys(cell for by_cell in observed.values() for cell in by_cell)
-
-
 def _summaries(periods: Sequence[Period], observed: Observed, seed: int) -> list[Summary]:
-    found: list[Summary] = []
-    for cell in _cells(observed):
-        for cache in dict.fromkeys(period.plan.cache for period in periods):
-            values = [
-                np.array([each.value for each in observed[period.plan.number].get(cell, ())])
+    caches = dict.fromkeys(period.plan.cache for period in periods)
+    measures: dict[tuple[Cell, str], list[Clusters]] = {}
+    for cell in cells_of(observed):
+        for cache in caches:
+            clusters = [
+                clusters_of(observed[period.plan.number].get(cell, ()))
                 for period in periods
                 if period.plan.cache == cache
             ]
-            if not any(map(len, values)):
-                continue
-            found.append(
-                Summary(
-                    group=cell.group,
-                    part=cell.part,
-                    metric=cell.metric,
-                    cache=cache,
-                    num_values=sum(map(len, values)),
-                    quantiles={
-                        name: estimate_quantile(values, quantile, seed=seed)
-                        for name, quantile in QUANTILES.items()
-                    },
-                )
-            )
-    return found
+            if any(map(len, clusters)):
+                measures[cell, cache] = clusters
+    estimates = estimate_quantiles(measures, QUANTILES, seed=seed)
+    return [
+        Summary(
+            group=cell.group,
+            part=cell.part,
+            metric=cell.metric,
+            cache=cache,
+            num_requests=sum(map(len, clusters)),
+            num_values=sum(len(each.values) for each in clusters),
+            quantiles=estimates[cell, cache],
+        )
+        for (cell, cache), clusters in measures.items()
+    ]
 
 
 def _drifts(periods: Sequence[Period], observed: Observed) -> list[Drift]:

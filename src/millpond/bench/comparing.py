@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from millpond.bench.effects import Pair, Verdict, judge, noise_of, paired_effect, values_by_key
-from millpond.bench.observations import observe_all
+from millpond.bench.effects import Compared, Pair, Verdict, judge, noise_of, paired_effects
+from millpond.bench.observations import cells_of, observe_all, values_by_key
 from millpond.bench.records import Period
 from millpond.bench.statistics import Estimate, Interval
 from millpond.model.errors import ConfigError
@@ -34,41 +34,31 @@ def compare(a: Sequence[Period], b: Sequence[Period], *, seed: int = 1) -> list[
     observed_a, observed_b = observe_all(a), observe_all(b)
     plans_b = [period.plan for period in b]
     shared = [period.plan for period in a if period.plan in plans_b]
+    pairs: dict[Compared, list[Pair]] = {}
+    for cell in cells_of(observed_a):
+        for plan in shared:
+            values = (values_by_key(each, plan.number, cell) for each in (observed_a, observed_b))
+            row = Compared(cell, plan.cache, plan.cache)
+            pairs.setdefault(row, []).append(Pair(plan.round, plan.position, *values))
+    effects = paired_effects(pairs, seed=seed)
+    noises = [noise_of(*each, seed=seed) for each in ((a, observed_a), (b, observed_b))]
     found: list[Difference] = []
-    cells = dict.fromkeys(cell for by_cell in observed_a.values() for cell in by_cell)
-    for cell in cells:
-        for cache in dict.fromkeys(plan.cache for plan in shared):
-            pairs: list[Pair] = [
-                (
-                    plan.round,
-                    plan.position,
-                    values_by_key(observed_a, plan.number, cell),
-                    values_by_key(observed_b, plan.number, cell),
-                )
-                for plan in shared
-                if plan.cache == cache
-            ]
-            effect = paired_effect(pairs, cell, seed)
-            if effect is None:
-                continue
-            noise = _wider(
-                noise_of(a, observed_a, cell, base=shared[0].base, seed=seed)[0],
-                noise_of(b, observed_b, cell, base=shared[0].base, seed=seed)[0],
+    for row, effect in effects.items():
+        noise = _wider(*(each.interval(row.cell, shared[0].base) for each in noises))
+        found.append(
+            Difference(
+                group=row.cell.group,
+                part=row.cell.part,
+                metric=row.cell.metric,
+                cache=row.other,
+                num_prompts=effect.num_prompts,
+                a_median_ms=effect.base_median_ms,
+                b_median_ms=effect.other_median_ms,
+                ratio=effect.ratio,
+                noise=noise,
+                verdict=judge(effect.ratio, noise),
             )
-            found.append(
-                Difference(
-                    group=cell.group,
-                    part=cell.part,
-                    metric=cell.metric,
-                    cache=cache,
-                    num_prompts=effect.num_prompts,
-                    a_median_ms=effect.base_median_ms,
-                    b_median_ms=effect.other_median_ms,
-                    ratio=effect.ratio,
-                    noise=noise,
-                    verdict=judge(effect.ratio, noise),
-                )
-            )
+        )
     if not found:
         raise ConfigError(
             "the two records have no prompt in common: compare runs of the same scenario, seed "

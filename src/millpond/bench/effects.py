@@ -6,15 +6,17 @@ The noise floor is the same figure between periods that do not differ: A/A round
 there are none the two OFF periods of each round, which lie furthest apart.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from millpond.bench.observations import Cell, Observation, observe_all
+from millpond.bench.observations import Cell, Observed, cells_of, values_by_key
 from millpond.bench.records import Period
-from millpond.bench.statistics import Estimate, Interval, Values, estimate_median
+from millpond.bench.resampling import Values
+from millpond.bench.statistics import Estimate, Interval, estimate_medians
 
 Verdict = Literal["faster", "slower", "within noise"]
 NoiseSource = Literal["A/A rounds", "OFF periods", "none"]
@@ -57,53 +59,72 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - 1 / self.ratio.value
 
 
-Pair = tuple[int, int, Mapping[str, float], Mapping[str, float]]
-"""Round, number in it, values by prompt without and with the cache."""
+class Compared(NamedTuple):
+    """A row of a report under two caches."""
 
-Observed = Mapping[int, Mapping[Cell, Sequence[Observation]]]
+    cell: Cell
+    base: str
+    other: str
 
 
-def effects_of(periods: Sequence[Period], *, seed: int) -> list[Effect]:
+class Pair(NamedTuple):
+    """The half ``pair`` of a round: values by prompt without and with the cache."""
+
+    round: int
+    pair: int
+    base: Mapping[str, float]
+    other: Mapping[str, float]
+
+    def values(self) -> tuple[Values, Values]:
+        """Return the values of prompts that both have, in the same order."""
+        keys = [key for key in self.base if key in self.other]
+        return (
+            np.array([self.base[key] for key in keys]),
+            np.array([self.other[key] for key in keys]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What periods differ by that all ran with the same cache.
+
+    ``effects`` are those of the A/A rounds. ``known`` has the interval of a row under a base.
+    """
+
+    effects: Sequence[Effect]
+    known: Mapping[tuple[Cell, str], tuple[Interval, NoiseSource]]
+
+    def interval(self, cell: Cell, base: str) -> Interval | None:
+        """Return the interval, or None where nothing tells."""
+        found = self.known.get((cell, base))
+        return None if found is None else found[0]
+
+
+def effects_of(
+    periods: Sequence[Period], observed: Observed, noise: Noise, *, seed: int
+) -> list[Effect]:
     """Return the effect of each cache on everything that was measured with and without it."""
-    observed = observe_all(periods)
-    found: list[Effect] = []
-    compared = dict.fromkeys(
+    cells = cells_of(observed)
+    compared: dict[Compared, list[Pair]] = {}
+    for base, other in dict.fromkeys(
         (period.plan.base, other)
         for period in periods
         for other in period.plan.others
         if not period.plan.is_aa
-    )
-    cells = dict.fromkeys(cell for by_cell in observed.values() for cell in by_cell)
-    for base, other in compared:
+    ):
         mine = [p for p in periods if p.plan.base == base and p.plan.compares(other)]
         for cell in cells:
-            effect = paired_effect(_pairs(mine, observed, cell), cell, seed)
-            if effect is not None:
-                noise, source = noise_of(periods, observed, cell, base=base, seed=seed)
-                found.append(
-                    msgspec.structs.replace(
-                        effect,
-                        base=base,
-                        other=other,
-                        noise=noise,
-                        noise_source=source,
-                        verdict=judge(effect.ratio, noise),
-                    )
-                )
-    return found
+            compared[Compared(cell, base, other)] = _pairs(mine, observed, cell)
+    return [
+        _judged(effect, noise.known.get((row.cell, row.base)))
+        for row, effect in paired_effects(compared, seed=seed).items()
+    ]
 
 
-def noise_floor(periods: Sequence[Period], *, seed: int) -> list[Effect]:
-    """Return the same figures for the A/A rounds, in which nothing was changed."""
-    observed = observe_all(periods)
-    found: list[Effect] = []
-    for base in dict.fromkeys(period.plan.base for period in periods):
-        mine = [p for p in periods if p.plan.is_aa and p.plan.base == base]
-        for cell in dict.fromkeys(cell for p in mine for cell in observed[p.plan.number]):
-            effect = paired_effect(_pairs(mine, observed, cell), cell, seed)
-            if effect is not None:
-                found.append(msgspec.structs.replace(effect, base=base, other=base))
-    return found
+def _judged(effect: Effect, noise: tuple[Interval, NoiseSource] | None) -> Effect:
+    interval, source = noise or (None, "none")
+    verdict = judge(effect.ratio, interval)
+    return msgspec.structs.replace(effect, noise=interval, noise_source=source, verdict=verdict)
 
 
 def judge(ratio: Estimate, noise: Interval | None) -> Verdict:
@@ -111,25 +132,46 @@ def judge(ratio: Estimate, noise: Interval | None) -> Verdict:
     interval = ratio.interval
     if interval is None:
         return "within noise"
-    bound = 1.0 if noise is None else max(1.0, noise.high, 1 / noise.low)
+    bound = noise_bound(noise)
     if interval.low > bound:
         return "faster"
     return "slower" if interval.high < 1 / bound else "within noise"
 
 
-def noise_of(
-    periods: Sequence[Period], observed: Observed, cell: Cell, *, base: str, seed: int
-) -> tuple[Interval | None, NoiseSource]:
-    """Return the interval of the ratio between periods that all ran with ``base``."""
-    same = [p for p in periods if p.plan.is_aa and p.plan.base == base]
-    effect = paired_effect(_pairs(same, observed, cell), cell, seed)
-    source: NoiseSource = "A/A rounds"
-    if effect is None:
-        effect = paired_effect(_outer_pairs(periods, observed, cell, base), cell, seed)
-        source = "OFF periods"
-    if effect is None or effect.ratio.interval is None:
-        return None, "none"
-    return effect.ratio.interval, source
+def noise_bound(noise: Interval | None) -> float:
+    """Return how many times faster or slower is no more than noise."""
+    return 1.0 if noise is None else max(1.0, noise.high, 1 / noise.low)
+
+
+def noise_of(periods: Sequence[Period], observed: Observed, *, seed: int) -> Noise:
+    """Return the noise by the A/A rounds, and by the OFF periods of a row that has none."""
+    cells = cells_of(observed)
+    bases = dict.fromkeys(period.plan.base for period in periods)
+    same: dict[Compared, list[Pair]] = {}
+    outer: dict[Compared, list[Pair]] = {}
+    for base in bases:
+        in_aa = [p for p in periods if p.plan.is_aa and p.plan.base == base]
+        for cell in cells:
+            row = Compared(cell, base, base)
+            same[row] = _pairs(in_aa, observed, cell)
+            if not any(map(_has_prompts, same[row])):
+                outer[row] = _outer_pairs(periods, observed, cell, base)
+    by_aa = paired_effects(same, seed=seed)
+    sources: tuple[tuple[NoiseSource, Mapping[Compared, Effect]], ...] = (
+        ("A/A rounds", by_aa),
+        ("OFF periods", paired_effects(outer, seed=seed)),
+    )
+    known: dict[tuple[Cell, str], tuple[Interval, NoiseSource]] = {
+        (row.cell, row.base): (effect.ratio.interval, source)
+        for source, effects in sources
+        for row, effect in effects.items()
+        if effect.ratio.interval is not None
+    }
+    return Noise(list(by_aa.values()), known)
+
+
+def _has_prompts(pair: Pair) -> bool:
+    return not pair.base.keys().isdisjoint(pair.other)
 
 
 def _pairs(periods: Sequence[Period], observed: Observed, cell: Cell) -> list[Pair]:
@@ -138,14 +180,8 @@ def _pairs(periods: Sequence[Period], observed: Observed, cell: Cell) -> list[Pa
     for (number, pair, is_other), base in by_place.items():
         other = by_place.get((number, pair, True))
         if not is_other and other is not None:
-            found.append(
-                (
-                    number,
-                    pair,
-                    values_by_key(observed, base, cell),
-                    values_by_key(observed, other, cell),
-                )
-            )
+            values = (values_by_key(observed, each, cell) for each in (base, other))
+            found.append(Pair(number, pair, *values))
     return found
 
 
@@ -158,56 +194,49 @@ def _outer_pairs(
         if period.plan.base == base and not period.plan.is_other:
             rounds.setdefault(period.plan.round, {})[period.plan.pair] = period.plan.number
     return [
-        (
-            number,
-            0,
-            values_by_key(observed, places[0], cell),
-            values_by_key(observed, places[1], cell),
-        )
+        Pair(number, 0, *(values_by_key(observed, places[half], cell) for half in (0, 1)))
         for number, places in rounds.items()
         if places.keys() >= {0, 1}
     ]
 
 
-def values_by_key(observed: Observed, number: int, cell: Cell) -> dict[str, float]:
-    """Return one period's values of a cell by prompt."""
-    return {each.key: each.value for each in observed[number].get(cell, ())}
-
-
-def paired_effect(pairs: Sequence[Pair], cell: Cell, seed: int) -> Effect | None:
-    """Return the pooled effect, without noise and verdict; None where no prompt is paired."""
-    with_prompts = [pair for pair in pairs if pair[2].keys() & pair[3].keys()]
-    if not with_prompts:
-        return None
-    values = [_paired(pair) for pair in with_prompts]
-    ratios = [base / other for base, other in values]
-    return Effect(
-        group=cell.group,
-        part=cell.part,
-        metric=cell.metric,
-        base="",
-        other="",
-        num_prompts=sum(map(len, ratios)),
-        base_median_ms=float(np.median(np.concatenate([base for base, _ in values]))),
-        other_median_ms=float(np.median(np.concatenate([other for _, other in values]))),
-        ratio=estimate_median(ratios, seed=seed),
-        saved_ms=estimate_median([base - other for base, other in values], seed=seed),
-        pairs=[
-            PairEffect(
-                round=pair[0],
-                pair=pair[1],
-                num_prompts=len(ratio),
-                ratio=estimate_median([ratio], seed=seed),
-            )
-            for pair, ratio in zip(with_prompts, ratios, strict=True)
-        ],
-        noise=None,
-        noise_source="none",
-        verdict="within noise",
-    )
-
-
-def _paired(pair: Pair) -> tuple[Values, Values]:
-    _, _, base, other = pair
-    keys = [key for key in base if key in other]
-    return np.array([base[key] for key in keys]), np.array([other[key] for key in keys])
+def paired_effects(
+    compared: Mapping[Compared, Iterable[Pair]], *, seed: int
+) -> dict[Compared, Effect]:
+    """Return pooled effects, without noise and verdict; none where no prompt is paired."""
+    pairs = {row: list(filter(_has_prompts, each)) for row, each in compared.items()}
+    values = {row: [pair.values() for pair in each] for row, each in pairs.items() if each}
+    measures: dict[tuple[Compared, str | int], list[Values]] = {}
+    for row, both in values.items():
+        ratios = [base / other for base, other in both]
+        measures[row, "ratio"] = ratios
+        measures[row, "saved"] = [base - other for base, other in both]
+        measures |= {(row, number): [ratio] for number, ratio in enumerate(ratios)}
+    estimates = estimate_medians(measures, seed=seed)
+    return {
+        row: Effect(
+            group=row.cell.group,
+            part=row.cell.part,
+            metric=row.cell.metric,
+            base=row.base,
+            other=row.other,
+            num_prompts=sum(len(base) for base, _ in both),
+            base_median_ms=float(np.median(np.concatenate([base for base, _ in both]))),
+            other_median_ms=float(np.median(np.concatenate([other for _, other in both]))),
+            ratio=estimates[row, "ratio"],
+            saved_ms=estimates[row, "saved"],
+            pairs=[
+                PairEffect(
+                    round=pair.round,
+                    pair=pair.pair,
+                    num_prompts=len(both[number][0]),
+                    ratio=estimates[row, number],
+                )
+                for number, pair in enumerate(pairs[row])
+            ],
+            noise=None,
+            noise_source="none",
+            verdict="within noise",
+        )
+        for row, both in values.items()
+    }

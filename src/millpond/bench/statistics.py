@@ -6,25 +6,26 @@ differs from period to period widens it; with few periods it is rough, and with 
 none. Nothing is dropped: outliers are named and stay in.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-Values = npt.NDArray[np.float64]
+from millpond.bench.resampling import Clusters, Values, one_each, resampled_quantiles
 
-RESAMPLES: Final = 2000
-_DRAWN_AT_ONCE: Final = 4_000_000
-"""Values of resamples in memory: a trace has tens of thousands of requests."""
 CONFIDENCE: Final = 0.95
 QUANTILES: Final = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+_MEDIAN: Final = {"median": QUANTILES["median"]}
 OUTLIER_SCORE: Final = 3.5
 """Of the modified z-score: Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993."""
 _TAILS: Final = (100 * (1 - CONFIDENCE) / 2, 100 * (1 + CONFIDENCE) / 2)
+_TREND_POINTS_MAX: Final = 1000
+"""Theil and Sen take every two points: of 20,000 requests that would be 1.6 GB of slopes."""
+_Key = TypeVar("_Key")
 _stats: Any = stats  # scipy tells no types
 
 
@@ -63,84 +64,94 @@ class Trend(msgspec.Struct, frozen=True):
     interval: Interval
 
 
-def estimate_quantile(periods: Sequence[Values], quantile: float, *, seed: int) -> Estimate:
-    """Return a quantile of all values, which ``periods`` holds by period."""
+def estimate_quantiles(
+    measures: Mapping[_Key, Sequence[Clusters]], quantiles: Mapping[str, float], *, seed: int
+) -> dict[_Key, dict[str, Estimate]]:
+    """Return quantiles of all values of each measure; ``ValueError`` for one without values.
 
-    def of(values: Values, axis: int = -1) -> Values:
-        return cast("Values", np.quantile(values, quantile, axis=axis))
+    A measure has its values by period. Those whose periods have equally many requests are
+    drawn together, which takes a fraction of the time.
+    """
+    alike: dict[tuple[int, ...], dict[_Key, list[Clusters]]] = {}
+    for key, periods in measures.items():
+        known = [each for each in periods if len(each)]
+        if not known:
+            raise ValueError(f"no values: {key}")
+        alike.setdefault(tuple(map(len, known)), {})[key] = known
+    found: dict[_Key, dict[str, Estimate]] = {}
+    for some in alike.values():
+        found |= zip(some, _alike(list(some.values()), quantiles, seed), strict=True)
+    return found
 
-    return estimate(periods, of, seed=seed)
+
+def _alike(
+    measures: Sequence[Sequence[Clusters]], quantiles: Mapping[str, float], seed: int
+) -> Iterator[dict[str, Estimate]]:
+    asked = list(quantiles.values())
+    lengths = list(map(len, measures[0]))
+    over_requests = over_periods = [[None] * len(asked)] * len(measures)
+    # The percentile method: BCa needs a jackknife, which says nothing about quantiles.
+    if sum(lengths) > 1:
+        drawn = resampled_quantiles(measures, asked, by_period=False, seed=seed)
+        over_requests = list(map(_intervals, drawn))
+    if len(lengths) > 1:
+        drawn = resampled_quantiles(measures, asked, by_period=True, seed=seed)
+        over_periods = list(map(_intervals, drawn))
+    for periods, *intervals in zip(measures, over_requests, over_periods, strict=True):
+        pooled = np.quantile(np.concatenate([each.values for each in periods]), asked)
+        yield {
+            name: Estimate(float(value), *both)
+            for name, value, *both in zip(quantiles, pooled, *intervals, strict=True)
+        }
+
+
+def estimate_medians(
+    measures: Mapping[_Key, Sequence[Values]], *, seed: int
+) -> dict[_Key, Estimate]:
+    """Return the median of all values of each measure: one of each request, by period."""
+    clusters = {key: [one_each(each) for each in periods] for key, periods in measures.items()}
+    estimates = estimate_quantiles(clusters, _MEDIAN, seed=seed)
+    return {key: each["median"] for key, each in estimates.items()}
 
 
 def estimate_median(periods: Sequence[Values], *, seed: int) -> Estimate:
     """Return the median of all values, which ``periods`` holds by period."""
-    return estimate_quantile(periods, QUANTILES["median"], seed=seed)
+    return estimate_medians({"it": periods}, seed=seed)["it"]
 
 
-def estimate(periods: Sequence[Values], statistic: Callable[..., Values], *, seed: int) -> Estimate:
-    """Return ``statistic`` of all values with both intervals; ``ValueError`` without values.
-
-    ``statistic`` takes an array and an axis, as numpy's reductions do.
-    """
-    known = [values for values in periods if len(values)]
-    if not known:
-        raise ValueError("no values")
-    pooled = np.concatenate(known)
-    return Estimate(
-        float(statistic(pooled)),
-        _over_requests(pooled, statistic, seed),
-        _over_periods(known, statistic, seed),
-    )
-
-
-def _over_requests(pooled: Values, statistic: Callable[..., Values], seed: int) -> Interval | None:
-    if len(pooled) < 2:
-        return None
-    result = _stats.bootstrap(
-        (pooled,),
-        statistic,
-        n_resamples=RESAMPLES,
-        batch=min(RESAMPLES, max(1, _DRAWN_AT_ONCE // len(pooled))),
-        confidence_level=CONFIDENCE,
-        # BCa needs a jackknife, which says nothing about quantiles.
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    return Interval(float(result.confidence_interval.low), float(result.confidence_interval.high))
-
-
-def _over_periods(
-    periods: Sequence[Values], statistic: Callable[..., Values], seed: int
-) -> Interval | None:
-    """Draw periods and then values of each, both with replacement (a two-stage bootstrap).
-
-    Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.
-    """
-    if len(periods) < 2:
-        return None
-    generator = np.random.default_rng(seed)
-    chosen = np.sort(generator.integers(len(periods), size=(RESAMPLES, len(periods))), axis=1)
-    found: list[Values] = []
-    # All draws of the same periods at once: with a handful of periods there are few of them.
-    compositions = Counter(map(tuple, cast("list[list[int]]", chosen.tolist())))
-    for members, num_draws in compositions.items():
-        drawn = [generator.choice(periods[j], (num_draws, len(periods[j]))) for j in members]
-        found.append(statistic(np.concatenate(drawn, axis=1), axis=1))
-    low, high = np.percentile(np.concatenate(found), _TAILS)
-    return Interval(float(low), float(high))
+def _intervals(resampled: Values) -> list[Interval]:
+    lows, highs = np.percentile(resampled, _TAILS, axis=1)
+    return [Interval(float(low), float(high)) for low, high in zip(lows, highs, strict=True)]
 
 
 def trend(minutes: Values, values: Values) -> Trend | None:
-    """Return the drift of values over time by Theil and Sen; None for fewer than five.
+    """Return the drift of values over time by Theil and Sen; None where too little is known.
 
-    One slow request doesn't move it, nor does one at the begin or the end.
+    That is of fewer than five, and of equal ones. One slow request doesn't move it, nor does
+    one at the begin or the end. Of very many values, medians of neighbours are taken.
     """
     if len(values) < 5 or np.ptp(minutes) == 0:
         return None
     middle = float(np.median(values))
-    result = _stats.theilslopes(values, minutes, CONFIDENCE)
+    minutes, values = _thinned(minutes, values)
+    with np.errstate(invalid="ignore"):  # of its interval where nearly all values are equal
+        result = _stats.theilslopes(values, minutes, CONFIDENCE)
     low, high = sorted((float(result.low_slope), float(result.high_slope)))
+    if not math.isfinite(high - low):
+        return None
     return Trend(float(result.slope) / middle, Interval(low / middle, high / middle))
+
+
+def _thinned(minutes: Values, values: Values) -> tuple[Values, Values]:
+    if len(values) <= _TREND_POINTS_MAX:
+        return minutes, values
+    order = np.argsort(minutes, kind="stable")
+    slices = np.array_split(order, _TREND_POINTS_MAX)
+    return _medians(minutes, slices), _medians(values, slices)
+
+
+def _medians(values: Values, slices: Iterable[npt.NDArray[np.intp]]) -> Values:
+    return np.array([np.median(values[each]) for each in slices], np.float64)
 
 
 def outlier_scores(values: Values) -> Values:
