@@ -44,7 +44,9 @@ class Starter:
         self._started: list[GuardedProcess] = []
         self.temp_dir = folder / "temp"
 
-    def start(self, code: str, *, grace_s: float = 5.0) -> GuardedProcess:
+    def start(
+        self, code: str, *, grace_s: float = 5.0, leftovers: tuple[Path, ...] = ()
+    ) -> GuardedProcess:
         process = GuardedProcess(
             ProcessSpec(
                 name="it",
@@ -53,6 +55,7 @@ class Starter:
                 log_file=self._folder / "log",
                 grace_s=grace_s,
                 temp_dir=self.temp_dir,
+                leftovers=leftovers,
             )
         )
         self._started.append(process)
@@ -95,6 +98,21 @@ def test_the_end_of_the_command_ends_what_it_started_and_keeps_its_status(
     assert process.status == 7
     assert process.pids() == []
     assert not starter.temp_dir.exists()
+
+
+def test_files_and_folders_that_a_killed_command_leaves_elsewhere_are_removed(
+    starter: Starter, tmp_path: Path
+) -> None:
+    file, folder, never_made = (tmp_path / name for name in ("file", "folder", "never-made"))
+    code = f"import pathlib; pathlib.Path({str(file)!r}).touch(); "
+    code += f"pathlib.Path({str(folder)!r}, 'deep').mkdir(parents=True); print('x', flush=True); "
+    process = starter.start(code + PAUSE, leftovers=(file, folder, never_made))
+    eventually(lambda: process.log_tail(1) == "x", "they are made", timeout_s=10)
+    assert file.exists()
+    assert folder.exists()
+    process.kill()
+    assert not file.exists()
+    assert not folder.exists()
 
 
 def test_a_command_that_will_not_stop_is_killed_after_the_grace(starter: Starter) -> None:

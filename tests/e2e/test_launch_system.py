@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from millpond.launch import system as system_module
 from millpond.launch.front import FrontOptions
 from millpond.launch.replica import ReplicaSpec
 from millpond.launch.resources import pick_ports
+from millpond.launch.rivals import Lmcache, RivalName, RivalOptions, VllmFs
 from millpond.launch.system import ProcessState, System, SystemOptions
 from millpond.model.errors import SetupError
 from millpond.model.limits import MIB
@@ -74,6 +76,21 @@ def all_pids(system: System) -> list[int]:
 
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def note_stops(system: System, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets who is asked to stop, and out of how many that still run."""
+    stopped: list[str] = []
+    honest = system_module.GuardedProcess.ask_to_stop
+
+    def noted(process: system_module.GuardedProcess) -> None:
+        others = [name for name, other in system._processes().items() if other.status is None]
+        if process.spec.name in others:  # waiting for its end asks once more
+            stopped.append(f"{process.spec.name} of {len(others)}")
+        honest(process)
+
+    monkeypatch.setattr(system_module.GuardedProcess, "ask_to_stop", noted)
+    return stopped
 
 
 def test_a_system_is_ready_when_it_is_started_and_gone_when_it_is_stopped(temp_dir: Path) -> None:
@@ -169,6 +186,80 @@ def test_engines_without_a_pool_can_be_started_too(temp_dir: Path) -> None:
     eventually(lambda: list(temp_dir.iterdir()) == [], "nothing is left", timeout_s=5)
 
 
+# ---------------------------------------------------------------- another cache in its place
+
+
+def with_rival(temp_dir: Path, name: RivalName, **changes: object) -> SystemOptions:
+    rival = RivalOptions(name=name, size_bytes=16 * MIB, files_in=temp_dir)
+    return options(temp_dir, pool=None, rival=rival, **changes)
+
+
+def seemingly(kind: str):  # noqa: ANN201
+    """Return the command of what only seems to be LMCache's server."""
+
+    def argv(lmcache: Lmcache, python: Path) -> tuple[str, ...]:
+        return (str(python), str(FAKE_ENGINE), str(lmcache.http_port), kind)
+
+    return argv
+
+
+def test_lmcaches_server_starts_with_its_replicas_and_ends_after_them(
+    temp_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lmcache, "server_argv", seemingly("healthy"))
+    seen: list[Sequence[ProcessState]] = []
+    logs = tmp_path / "logs"
+    system = System(with_rival(temp_dir, "lmcache", run_dir=logs), on_progress=seen.append)
+    with system:
+        assert [state.name for state in seen[-1]] == ["lmcache", "a", "b"]
+        assert all(state.is_ready for state in seen[-1])
+        processes = system._processes()
+        pids = [pid for process in processes.values() for pid in process.pids()]
+        assert len(pids) == 3 * 2
+        stopped = note_stops(system, monkeypatch)
+    assert stopped == ["a of 3", "b of 3", "lmcache of 1"]
+    assert not any(map(exists, pids))
+    assert list(temp_dir.iterdir()) == []
+    assert (logs / "lmcache.log").exists()
+
+
+def test_a_server_that_ends_at_start_stops_all_and_shows_its_log(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lmcache, "server_argv", seemingly("ends-at-once"))
+    system = System(with_rival(temp_dir, "lmcache"))
+    with pytest.raises(SetupError, match=r"(?s)lmcache ended with status 1.*nowhere to be found"):
+        system.start()
+    assert all(process.pids() == [] for process in system._processes().values())
+
+
+def test_a_server_that_does_not_get_ready_stops_all_after_the_time(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lmcache, "server_argv", seemingly("never-healthy"))
+    system = System(with_rival(temp_dir, "lmcache", start_timeout_s=3.0))
+    with pytest.raises(SetupError, match=r"not ready after 3 s: lmcache\."):
+        system.start()
+    assert all(process.pids() == [] for process in system._processes().values())
+
+
+def test_files_of_vllms_tier_are_gone_with_the_replicas(temp_dir: Path) -> None:
+    with System(with_rival(temp_dir, "vllm-fs")) as system:
+        assert isinstance(system.rival, VllmFs)
+        folder = system.rival.files / "model_0" / "abc"
+        folder.mkdir(parents=True)
+        (folder / "0.bin").touch()
+        system.kill_replica("a")
+        (system.rival.files / "late").mkdir(parents=True)  # of the replica that is left
+    assert list(temp_dir.iterdir()) == []
+
+
+def test_another_cache_is_no_pool_and_needs_replicas(temp_dir: Path) -> None:
+    for changes in ({"pool": PoolConfig(temp_dir / "p", MIB, None)}, {"num_replicas": 0}):
+        with pytest.raises(ValueError, match="in place of a pool"):
+            System(replace(with_rival(temp_dir, "vllm-fs"), **changes))
+
+
 # ---------------------------------------------------------------- the router
 
 
@@ -201,18 +292,9 @@ def test_requests_go_on_without_a_killed_replica_and_to_it_once_it_is_back(temp_
 def test_the_router_stops_first_and_the_pool_last(
     temp_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped: list[str] = []
-    honest = system_module.GuardedProcess.ask_to_stop
-
-    def noted(process: system_module.GuardedProcess) -> None:
-        others = [name for name, other in system._processes().items() if other.status is None]
-        if process.spec.name in others:  # waiting for its end asks once more
-            stopped.append(f"{process.spec.name} of {len(others)}")
-        honest(process)
-
     system = System(with_front(temp_dir))
     system.start()
-    monkeypatch.setattr(system_module.GuardedProcess, "ask_to_stop", noted)
+    stopped = note_stops(system, monkeypatch)
     try:
         system.stop()
     finally:

@@ -4,7 +4,8 @@
 
 An engine starts processes that start processes; when the first is killed, the others stay,
 with their memory and their temporary files. So each command runs below a guard that ends them
-all, removes the command's temporary folder and only then exits, with the command's status:
+all, removes the command's temporary folder and what else it would leave behind, and only then
+exits, with the command's status:
 
 - when the command ends by itself or is killed,
 - when the guard gets SIGTERM or SIGHUP,
@@ -41,12 +42,16 @@ _POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSpec:
-    """What to run and how to end it. ``cores`` None leaves the CPU affinity as it is."""
+    """What to run and how to end it. ``cores`` None leaves the CPU affinity as it is.
+
+    ``leftovers`` are files and folders that the command may have made elsewhere.
+    """
 
     argv: tuple[str, ...]
     lifeline_fd: int
     grace_s: float
     temp_dir: str | None = None
+    leftovers: tuple[str, ...] = ()
     cores: tuple[int, ...] | None = None
 
     def encode(self) -> str:
@@ -58,6 +63,7 @@ class GuardSpec:
         """Return the spec that ``encode`` wrote."""
         fields = json.loads(text)
         fields["argv"] = tuple(fields["argv"])
+        fields["leftovers"] = tuple(fields["leftovers"])
         fields["cores"] = None if fields["cores"] is None else tuple(fields["cores"])
         return cls(**fields)
 
@@ -74,8 +80,10 @@ def main() -> int:
         stop_asked = _wait_for_end(family, spec.lifeline_fd, wake_fd)
         family.end(spec.grace_s if stop_asked else 0.0)
     finally:
-        if spec.temp_dir is not None:
-            shutil.rmtree(spec.temp_dir, ignore_errors=True)
+        for path in filter(None, (spec.temp_dir, *spec.leftovers)):
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a folder, which is gone, or nothing at all
+                Path(path).unlink()
     return family.status
 
 

@@ -20,7 +20,10 @@ _TAIL_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to start. ``temp_dir`` is created, becomes TMPDIR, and is removed at the end."""
+    """What to start. ``temp_dir`` is created, becomes TMPDIR, and is removed at the end.
+
+    So are ``leftovers``, files and folders that the command makes elsewhere.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -28,6 +31,7 @@ class ProcessSpec:
     log_file: Path
     grace_s: float
     temp_dir: Path | None = None
+    leftovers: tuple[Path, ...] = ()
     cores: tuple[int, ...] | None = None
 
 
@@ -47,6 +51,7 @@ class GuardedProcess:
             lifeline_fd=lifeline_fd,
             grace_s=spec.grace_s,
             temp_dir=None if spec.temp_dir is None else str(spec.temp_dir),
+            leftovers=tuple(map(str, spec.leftovers)),
             cores=spec.cores,
         )
         with spec.log_file.open("ab") as log:

@@ -12,6 +12,7 @@ from typing import Final
 import httpx
 
 from millpond.launch.process import GuardedProcess
+from millpond.launch.rivals import Membership
 
 HEALTH_TIMEOUT_S: Final = 2.0
 _STUBS: Final = Path(__file__).parent / "stubs"
@@ -46,7 +47,7 @@ class ReplicaSpec:
     """What distinguishes one replica's command line from another's.
 
     ``gpus`` and ``cores`` are the share of the machine: one of them is None. ``socket`` None
-    starts a plain engine without a pool.
+    starts an engine without a pool: a plain one, or one with ``membership`` in another cache.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ReplicaSpec:
     cores: tuple[int, ...] | None = None
     socket: Path | None = None
     connector: Mapping[str, object] = field(default_factory=dict[str, object])
+    membership: Membership | None = None
     python: Path = Path(sys.executable)
 
 
@@ -74,11 +76,16 @@ def engine_argv(spec: ReplicaSpec) -> tuple[str, ...]:
         extra = {"replica": spec.name, "socket": str(spec.socket), **spec.connector}
         argv += ["--kv-transfer-config"]
         argv += [json.dumps(_CONNECTOR | {"kv_connector_extra_config": extra})]
-    return (*argv, *spec.engine_args)
+    if spec.membership is None:
+        return (*argv, *spec.engine_args)
+    argv += ["--kv-transfer-config", json.dumps(spec.membership.transfer)]
+    return (*argv, *spec.engine_args, *spec.membership.engine_args)
 
 
 def engine_environ(spec: ReplicaSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a replica: ``environ``, and what it leaves open."""
+    if spec.membership is not None:
+        environ = {**environ, **spec.membership.environ}
     if spec.gpus is not None:
         return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)}
     defaults = {

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Final, Literal, Self
@@ -24,6 +24,7 @@ from millpond.launch.front import Front, FrontOptions, FrontSpec, start_front
 from millpond.launch.process import GuardedProcess, ProcessSpec
 from millpond.launch.replica import Replica, ReplicaSpec, engine_argv, engine_environ
 from millpond.launch.resources import pick_ports, share_cores, share_gpus, visible_gpus
+from millpond.launch.rivals import LMCACHE, Lmcache, Rival, RivalOptions, make_rival
 from millpond.model.errors import ExpectedError, SetupError
 from millpond.service.client import AdminClient
 
@@ -36,7 +37,8 @@ _TAIL_LINES: Final = 25
 class SystemOptions:
     """What to start: a pool and ``num_replicas`` engines, or one of the two alone.
 
-    ``pool`` None starts engines without one. ``front`` puts a router before pool and engines.
+    ``pool`` None starts engines without one; ``rival`` is another cache in its place, to be
+    measured. ``front`` puts a router before pool and engines.
     ``engine_args`` go to every replica, before what ``replica_args`` holds under its name.
     ``environ`` is the environment of all processes. ``python`` runs the replicas: another than
     this process's has another vLLM, and Millpond installed beside it. ``port`` is the first
@@ -49,6 +51,7 @@ class SystemOptions:
     device: Literal["cpu", "cuda"]
     environ: Mapping[str, str]
     pool: PoolConfig | None
+    rival: RivalOptions | None = None
     front: FrontOptions | None = None
     engine_args: Sequence[str] = ()
     replica_args: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
@@ -83,14 +86,22 @@ class System:
     def __init__(self, options: SystemOptions, *, on_progress: Progress | None = None) -> None:
         if options.front is not None and (options.pool is None or options.num_replicas == 0):
             raise ValueError("a router stands before a pool and replicas")
+        if options.rival is not None and (options.pool is not None or options.num_replicas == 0):
+            raise ValueError("another cache is for replicas, in place of a pool")
         self.options = options
         self._on_progress = on_progress
         front = options.front
         self._front_port = None if front is None else pick_ports(1, front.port)[0]
-        self._specs = replica_specs(options, front_port=self._front_port)
+        specs = replica_specs(options, front_port=self._front_port)
+        self._rival: Rival | None = None
+        if options.rival is not None:
+            taken = [spec.port for spec in specs]
+            self._rival = make_rival(options.rival, options.num_replicas, without=taken)
+        self._specs = [_joined(spec, self._rival) for spec in specs]
         self._owns_run_dir = options.run_dir is None
         self.run_dir = options.run_dir or Path(tempfile.mkdtemp(prefix="millpond-logs-"))
         self._pool: GuardedProcess | None = None
+        self._rival_server: GuardedProcess | None = None
         self._replicas: dict[str, Replica] = {}
         self._front: Front | None = None
 
@@ -121,6 +132,11 @@ class System:
         return self.options.pool.socket
 
     @property
+    def rival(self) -> Rival | None:
+        """The other cache that its replicas share, where it has one."""
+        return self._rival
+
+    @property
     def front(self) -> Front:
         """The router; ``ValueError`` for a system without one."""
         if self._front is None:
@@ -146,6 +162,8 @@ class System:
         try:
             if self.options.pool is not None:
                 self._pool = self._start_pool(self.options.pool)
+            if isinstance(self._rival, Lmcache):
+                self._rival_server = self._start_lmcache(self._rival)
             for spec in self._specs:
                 self._replicas[spec.name] = self._start_replica(spec)
             self._front = self._start_front()
@@ -158,13 +176,14 @@ class System:
             raise
 
     def stop(self) -> None:
-        """End all processes: the router, engines, the pool.
+        """End all processes: the router, engines, the pool or another cache's server.
 
         Waits for at most a grace and a margin each. Whatever is raised meanwhile, as by a second
         Ctrl-C, the rest is stopped.
         """
         with contextlib.ExitStack() as last_first:
-            last_first.callback(_stop, [] if self._pool is None else [self._pool])
+            caches = (self._pool, self._rival_server)
+            last_first.callback(_stop, [each for each in caches if each is not None])
             last_first.callback(_stop, [replica.process for replica in self._replicas.values()])
             # It lets streams come to their end, for which it needs the engines.
             last_first.callback(_stop, [] if self._front is None else [self._front.process])
@@ -232,6 +251,18 @@ class System:
             )
         )
 
+    def _start_lmcache(self, lmcache: Lmcache) -> GuardedProcess:
+        return GuardedProcess(
+            ProcessSpec(
+                name=LMCACHE,
+                argv=lmcache.server_argv(self.options.python),
+                environ=lmcache.server_environ(self.options.environ),
+                log_file=self.run_dir / "lmcache.log",
+                grace_s=self.options.stop_grace_s,
+                temp_dir=Path(tempfile.mkdtemp(prefix="millpond-lmcache-")),
+            )
+        )
+
     def _start_replica(self, spec: ReplicaSpec) -> Replica:
         process = GuardedProcess(
             ProcessSpec(
@@ -241,6 +272,7 @@ class System:
                 log_file=self.run_dir / f"replica-{spec.name}.log",
                 grace_s=self.options.stop_grace_s,
                 temp_dir=Path(tempfile.mkdtemp(prefix=f"millpond-{spec.name}-")),
+                leftovers=() if spec.membership is None else spec.membership.leftovers,
                 cores=spec.cores,
             )
         )
@@ -262,8 +294,9 @@ class System:
 
     def _processes(self) -> dict[str, GuardedProcess]:
         pool = {} if self._pool is None else {"pool": self._pool}
+        rival = {} if self._rival_server is None else {LMCACHE: self._rival_server}
         router = {} if self._front is None else {"router": self._front.process}
-        return pool | {name: each.process for name, each in self._replicas.items()} | router
+        return pool | rival | {name: each.process for name, each in self._replicas.items()} | router
 
     def _wait_ready(self, names: Sequence[str]) -> None:
         processes = self._processes()
@@ -298,6 +331,8 @@ class System:
     def _is_ready(self, name: str) -> bool:
         if name == "router":
             return self.front.is_ready()
+        if name == LMCACHE and isinstance(self._rival, Lmcache):
+            return self._rival.is_ready()
         if name != "pool":
             return self._replicas[name].is_healthy()
         try:
@@ -313,6 +348,10 @@ def _stop(processes: Sequence[GuardedProcess]) -> None:
         process.ask_to_stop()
     for process in processes:
         process.wait_stopped()
+
+
+def _joined(spec: ReplicaSpec, rival: Rival | None) -> ReplicaSpec:
+    return spec if rival is None else replace(spec, membership=rival.membership(spec.name))
 
 
 def pool_argv(pool: PoolConfig) -> tuple[str, ...]:
