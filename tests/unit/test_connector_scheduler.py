@@ -63,6 +63,17 @@ def look_up(side: SchedulerSide, name: str) -> int | None:
     return side.num_matched_tokens(request, 0)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_the_worker_hears_whether_a_step_computes(side: SchedulerSide, num_tokens: int) -> None:
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=num_tokens,
+    )
+    assert side.build_step(output).computes == bool(num_tokens)
+
+
 def test_slots_that_were_not_ready_are_left_alone_for_a_while(
     side: SchedulerSide, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ class NotReady:
 
     def adopt(self, _: object) -> None: ...
 
-    def step(self) -> None: ...
+    def step(self, *, early: bool = False) -> None: ...
 
     def submit(self, *_: object, **__: object) -> None:
         pytest.fail("a job was submitted to an engine that is not ready")
@@ -187,10 +187,11 @@ class Held(NotReady):
 
     def __init__(self) -> None:
         self.ends: list[Ends] = []
-        self.num_steps = 0
+        self.steps: list[bool] = []
+        """Whether each asked to be told early."""
 
-    def step(self) -> None:
-        self.num_steps += 1
+    def step(self, *, early: bool = False) -> None:
+        self.steps.append(early)
 
     def is_ready(self, _: int) -> bool:
         return True
@@ -216,9 +217,9 @@ def test_a_load_that_has_landed_is_reported_once_and_its_lease_ends_behind_it(
     ends = submitted(worker, monkeypatch, StepMetadata(loads=[job(1)]))
     assert ends.on_landed is not None
     ends.on_landed()
-    assert worker._copy_engine.num_steps == 0
+    assert worker._copy_engine.steps == []
     assert worker.finished() == (set(), {"request-1"}, set())
-    assert worker._copy_engine.num_steps == 1  # it is the engine's thread that comes by
+    assert worker._copy_engine.steps == [False]  # it is the engine's thread that comes by
     assert client.finished == []
     ends.on_done(Ticket(Direction.LOAD, 0, 0, None))
     assert client.finished == [(1, True)]
@@ -238,6 +239,16 @@ def test_a_landing_that_was_reported_stays_so_whatever_comes_behind_it(
     assert client.finished == [(1, False)]
     assert worker.finished() == (set(), set(), set())
     assert worker.take_results() is None
+
+
+def test_only_an_engine_with_nothing_to_compute_is_told_of_loads_early() -> None:
+    """The forward pass of other requests would wait for the load as well."""
+    worker = make_worker(FakeClient())
+    engine = worker._copy_engine = Held()
+    for computes in (False, True, False):
+        worker.start_loads(StepMetadata(computes=computes))
+        worker.finished()
+    assert engine.steps == [True, False, True]
 
 
 def test_a_load_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from millpond.transfer.copies import Copies, Direction
 from millpond.transfer.device import CopyFailed
 from millpond.transfer.packing import HostRegion
 from millpond.transfer.routes import Route, Routes
+from millpond.transfer.threads import ThreadEvent
 
 PAGE = 16 * KIB
 BY_TRITON = ("kernel", "staging", "cuda", "measuring")
@@ -97,6 +98,29 @@ def stream(played: Played, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN
     fence.mark = "the fence"
     made.wait_for(cuda.CudaEvent(fence))
     return made
+
+
+def test_what_waits_for_an_early_load_is_the_current_stream(
+    played: Played,
+    stream: Any,  # noqa: ANN401
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from millpond.transfer import cuda
+
+    monkeypatch.setattr(torch.cuda, "current_stream", played.stream)  # the next is a "lane"
+    device = cuda.CudaDevice(torch.device("cpu"), routes=Routes.only(Route.BATCH))
+    stream.copy(pages(1))
+    end = stream.record()
+    assert device.hold_back(end)
+    assert played.log[-1].endswith(f"waits for {end.event.mark}")
+    assert end.event.mark.startswith("lane")
+    assert not device.hold_back(ThreadEvent())
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", fail)
+    assert not device.hold_back(end)
 
 
 def pages(num: int) -> Copies:

@@ -130,8 +130,8 @@ def test_who_submits_goes_on_while_it_comes_by(monkeypatch: pytest.MonkeyPatch) 
     assert engine.close(WAIT_S)
 
 
-def comes_by(engine: StreamCopyEngine, told: list[str]) -> bool:
-    engine.step()
+def comes_by(engine: StreamCopyEngine, told: list[str], *, early: bool = False) -> bool:
+    engine.step(early=early)
     return bool(told)
 
 
@@ -153,6 +153,76 @@ def test_a_landing_is_told_of_once_by_who_comes_by_though_the_lane_is_busy() -> 
     assert done.wait(WAIT_S)
     engine.step()
     assert len(told) == 1
+    assert engine.close(WAIT_S)
+
+
+class StreamedDevice(SlowDevice):
+    """One whose current stream can wait; ``held`` is what it has been told to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Event] = []
+        self.can_hold_back = True
+
+    def hold_back(self, end: Event) -> bool:
+        if self.can_hold_back:
+            self.held.append(end)
+        return self.can_hold_back
+
+
+def test_who_asks_is_told_early_once_the_stream_waits_for_all_copies() -> None:
+    device = StreamedDevice()
+    engine = StreamCopyEngine(device)
+    stream = device.streams[Direction.LOAD]
+    stream.may_end.clear()
+    told: list[str] = []
+    done = submit(engine, Direction.LOAD, MANY, lambda: told.append("landed"))
+    engine.step(early=True)
+    assert (device.held, told) == ([], [])  # some copies are not on the stream
+    stream.room.pass_now(None)
+    eventually(lambda: len(stream.taken) == MANY // PORTION, "all are on it", timeout_s=WAIT_S)
+    engine.step()
+    assert (device.held, told) == ([], [])  # nobody has asked
+    eventually(lambda: comes_by(engine, told, early=True), "it is told of", timeout_s=WAIT_S)
+    (end,) = device.held
+    assert not end.is_passed()
+    assert not done.is_set()
+    engine.step(early=True)
+    stream.may_end.set()
+    assert done.wait(WAIT_S)
+    engine.step(early=True)
+    assert len(told) == len(device.held) == 1
+    assert engine.close(WAIT_S)
+
+
+def test_nobody_is_told_early_where_nothing_can_be_held_back() -> None:
+    device = StreamedDevice()
+    device.can_hold_back = False
+    engine = StreamCopyEngine(device)
+    stream = device.streams[Direction.LOAD]
+    stream.may_end.clear()
+    told: list[str] = []
+    done = submit(engine, Direction.LOAD, FEW, lambda: told.append("landed"))
+    engine.step(early=True)
+    assert told == []
+    stream.may_end.set()
+    assert done.wait(WAIT_S)
+    assert told == ["landed"]
+    assert engine.close(WAIT_S)
+
+
+def test_copies_that_could_not_be_enqueued_are_not_told_of_early() -> None:
+    device = StreamedDevice()
+    half = device.streams[Direction.LOAD] = HalfStream()
+    half.room.pass_now(None)
+    half.may_end.clear()
+    engine = StreamCopyEngine(device)
+    told: list[str] = []
+    done = submit(engine, Direction.LOAD, MANY, lambda: told.append("landed"))
+    engine.step(early=True)
+    half.may_end.set()
+    assert done.wait(WAIT_S)
+    assert (told, device.held) == ([], [])
     assert engine.close(WAIT_S)
 
 

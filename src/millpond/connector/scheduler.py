@@ -260,7 +260,11 @@ class SchedulerSide:
 
     def build_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's jobs: loads that were allocated, stores of what it completes."""
-        metadata = StepMetadata(loads=self._loads, delayed=self._delayed)
+        metadata = StepMetadata(
+            loads=self._loads,
+            delayed=self._delayed,
+            computes=output.total_num_scheduled_tokens > 0,
+        )
         self._loads, self._delayed = [], set()
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:

@@ -4,6 +4,7 @@
     copy threads    copy, then: checksums if they are on, finish the lease with the daemon,
                     note the result
     main thread     finished: goes on with copies, notes loads that have landed;
+                    or that the forward pass waits for on the device;
                     take_results: hands on what was noted
     link thread     (re)joins the engine's session; tells the daemon which earlier ones are
                     drained, once no copy that began under them is in flight (E5)
@@ -83,10 +84,12 @@ class WorkerSide:
         self._results = StepResults()
         self._loaded: set[str] = set()
         self._landed: set[int] = set()
-        """Jobs whose loads were reported when they landed, and have not ended."""
+        """Jobs whose loads were reported when they landed, or early, and have not ended."""
         self._failed: set[str] = set()
         self._num_stores: dict[str, int] = {}
         self._delayed: set[str] = set()
+        self._computes = True
+        """Whether the step that was begun last has tokens to compute."""
 
     # -------------------------------------------------------------- the engine's memory
 
@@ -112,6 +115,7 @@ class WorkerSide:
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Begin this step's loads, ordered after all earlier uses of the blocks they fill."""
+        self._computes = metadata.computes
         with self._lock:
             self._delayed |= metadata.delayed
         if not metadata.loads:
@@ -139,7 +143,9 @@ class WorkerSide:
         Only requests that the scheduler keeps for their stores are in the first set; those
         whose loads failed are in the second set too.
         """
-        self._copy_engine.step()
+        # An engine with nothing else to do prepares and launches the forward pass while the
+        # load goes on; one that computes would keep the others waiting for the load as well.
+        self._copy_engine.step(early=not self._computes)
         with self._lock:
             sent = {r for r in self._delayed if r not in self._num_stores}
             self._delayed -= sent
@@ -180,6 +186,8 @@ class WorkerSide:
         with self._lock:
             if job.job_id in self._landed:
                 self._landed.remove(job.job_id)
+                if failure is not None:  # of the device, which the engine notices as well
+                    logger.error("event=load_failed_late request=%s", job.request_id)
                 return
             self._loaded.add(job.request_id)
             if failure is not None:

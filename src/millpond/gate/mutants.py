@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest.mock import patch
 
+from millpond.gate import early
 from millpond.gate.device import GateDevice, Where
 from millpond.gate.geometry import GEOMETRIES, check_geometry
 from millpond.gate.ordering import FAILURES, Show, Test, check_edge, untested
@@ -141,6 +142,26 @@ def _landed_unasked(device: GateDevice) -> AbstractContextManager[object]:
         return True
 
     return patch.object(Lane, "_has_landed", mutated)
+
+
+def _told_early_unordered(device: GateDevice) -> AbstractContextManager[object]:
+    del device
+
+    def mutated(lane: Lane, item: InFlight) -> bool:
+        del lane, item
+        return True
+
+    return patch.object(Lane, "_is_held_back", mutated)
+
+
+def _held_back_on_another_stream(device: GateDevice) -> AbstractContextManager[object]:
+    original = Lane._is_held_back
+
+    def mutated(lane: Lane, item: InFlight) -> bool:
+        with device.on(Where.OTHER):
+            return original(lane, item)
+
+    return patch.object(Lane, "_is_held_back", mutated)
 
 
 def _lease_ends_at_submission(device: GateDevice) -> AbstractContextManager[object]:
@@ -285,6 +306,7 @@ def _one_engine_block(device: GateDevice) -> AbstractContextManager[object]:
 _STORE, _LOAD = Direction.STORE, Direction.LOAD
 _E1, _E3 = Test(Edge.E1, _STORE), Test(Edge.E3, _LOAD)
 _E2, _E4 = Test(Edge.E2, _STORE), Test(Edge.E4, _LOAD)
+_EARLY = Test(Edge.E4, _LOAD, early.NAME)
 
 MUTANTS: Final = (
     Mutant(Edge.E1, "store-without-fence", _E1, _no_wait(_STORE)),
@@ -296,6 +318,9 @@ MUTANTS: Final = (
     Mutant(Edge.E4, "load-done-when-enqueued", _E4, _done_when_enqueued(_LOAD)),
     Mutant(Edge.E4, "load-end-on-another-stream", _E4, _end_on_another_stream(_LOAD)),
     Mutant(Edge.E4, "load-landed-without-asking", _E4, _landed_unasked),
+    Mutant(Edge.E4, "load-told-early-unordered", _EARLY, _told_early_unordered),
+    Mutant(Edge.E4, "load-early-on-another-stream", _EARLY, _held_back_on_another_stream),
+    Mutant(Edge.E4, "load-early-end-when-enqueued", _EARLY, _done_when_enqueued(_LOAD)),
     Mutant(
         Edge.E5,
         "slots-of-an-ended-session-not-quarantined",

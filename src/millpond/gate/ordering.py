@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from millpond.gate import early
 from millpond.gate.device import GateDevice, Size
 from millpond.gate.errors import CannotTest
 from millpond.gate.lifetime import outlive, outlive_own
@@ -48,6 +49,7 @@ def plan_tests(path: Path) -> list[Test]:
     """Return the tests that apply to a path, in the order of the edges."""
     tests = [Test(edge, direction) for edge, (direction, _) in SCENARIOS.items()]
     if isinstance(path, OwnPath):
+        tests.append(Test(Edge.E4, Direction.LOAD, early.NAME))
         tests += [Test(Edge.E5, way.direction, name) for name, way in REUSES.items()]
     tests += [Test(Edge.E6, direction) for direction in Direction]
     return [test for test in tests if test.direction in path.directions]
@@ -128,6 +130,8 @@ def _attempt(subject: Subject, test: Test, control: Control) -> Attempt:
     # copies must find their tables, or a positive control would be wrong, too.
     path.watch.is_kept = True
     try:
+        if test.scenario == early.NAME:
+            return early.compute_behind_load(subject, path, control)
         if test.edge is Edge.E5:
             return reuse(subject, path, REUSES[test.scenario], control)
         return SCENARIOS[test.edge][1](subject, control)

@@ -48,6 +48,10 @@ class WatchedDevice:
         """As the device's."""
         return self._device.fence()
 
+    def hold_back(self, end: Event) -> bool:
+        """As the device's."""
+        return self._device.hold_back(end)
+
     def stream(self, direction: Direction) -> Stream:
         """Make a watched stream."""
         return _WatchedStream(self, self._device.stream(direction))

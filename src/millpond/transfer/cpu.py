@@ -6,7 +6,7 @@ passed already; the lanes wait for it all the same, and run one protocol on both
 
 from millpond.arena.arena import Arena
 from millpond.transfer.copies import Direction
-from millpond.transfer.device import Fence, Stream
+from millpond.transfer.device import Event, Fence, Stream
 from millpond.transfer.streams import StreamCopyEngine
 from millpond.transfer.threads import ThreadStream
 
@@ -28,6 +28,11 @@ class CpuDevice:
     def fence(self) -> Fence:
         """Return a passed fence: a CPU's forward pass has finished when it returns."""
         return PassedFence()
+
+    def hold_back(self, end: Event) -> bool:
+        """Return False: the engine computes in its own thread, and there is no stream to hold."""
+        del end
+        return False
 
     def stream(self, direction: Direction) -> Stream:
         """Make a stream for one direction."""

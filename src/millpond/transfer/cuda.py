@@ -17,7 +17,7 @@ import torch
 from millpond.arena.arena import Arena
 from millpond.transfer import cudart
 from millpond.transfer.copies import Copies, Direction
-from millpond.transfer.device import CopyFailed, Fence, Stream
+from millpond.transfer.device import CopyFailed, Event, Fence, Stream
 from millpond.transfer.feed import CALLS_MAX, COPIES_MAX, PORTION_COPIES, Feed
 from millpond.transfer.kernel import PageTable, can_copy
 from millpond.transfer.link import LinkReport, LinkSpeed
@@ -259,6 +259,16 @@ class CudaDevice:
         event.record(torch.cuda.current_stream())
         return CudaEvent(event)
 
+    def hold_back(self, end: Event) -> bool:
+        """Let the calling thread's current stream wait for an event."""
+        if not isinstance(end, CudaEvent):
+            return False
+        try:
+            torch.cuda.current_stream().wait_event(end.event)
+        except RuntimeError:  # a failed device: whoever waits for the event hears why
+            return False
+        return True
+
     def stream(self, direction: Direction) -> Stream:
         """Make a stream for one direction."""
         return CudaStream(
@@ -363,7 +373,7 @@ class CudaCopyEngine(StreamCopyEngine):
         self._cuda = CudaDevice(device, on_link=on_link)
         super().__init__(self._cuda)
 
-    def step(self) -> None:
+    def step(self, *, early: bool = False) -> None:
         """As every engine's; and the registration of an arena lets this one go first."""
         self._cuda.note_step()
-        super().step()
+        super().step(early=early)

@@ -74,6 +74,13 @@ class Device(Protocol):
         """Return a fence behind all work submitted so far to the caller's current stream."""
         ...
 
+    def hold_back(self, end: Event) -> bool:
+        """Hold back what the caller's current stream is given from now on until ``end`` is passed.
+
+        False where that cannot be done: nothing is held back then.
+        """
+        ...
+
     def stream(self, direction: Direction) -> Stream:
         """Make a stream of its own for one direction; loads go before stores."""
         ...

@@ -43,6 +43,8 @@ class CopyEngine(Protocol):
     ``on_done`` is called once for every submission, from the engine's own thread, after the
     last byte has landed or after the failure is final: never on enqueue. Before it, for what
     did not fail, ``on_landed``, from that thread or from within ``step``: it must be short.
+    From then on the pages may be used by what is enqueued on the stream that is current in
+    ``step``; by anybody else once ``on_done`` has been called.
     """
 
     def fence(self) -> Fence:
@@ -76,10 +78,13 @@ class CopyEngine(Protocol):
         """Queue ``copies`` behind ``after``; return at once."""
         ...
 
-    def step(self) -> None:
+    def step(self, *, early: bool = False) -> None:
         """Go on with what is queued, and tell of what has landed; waits for nothing.
 
-        For the thread that submits, as often as it comes by: see ``streams.py``.
+        For the thread that submits, as often as it comes by: see ``streams.py``. With ``early``
+        loads all of whose copies are on their stream are told of as well, where the device can
+        hold the caller's current stream back until they have landed. All that is enqueued
+        there meanwhile waits, whatever it is.
         """
         ...
 

@@ -4,7 +4,8 @@
                        submit()    enqueues in the direction's lane: its stream waits for the
                                    fence, takes the copies, marks their end
                        step()      goes on with what is left, a portion a call; tells of loads
-                                   whose end the device has come past
+                                   whose end the device has come past, or, early, of those
+                                   that the engine's current stream can wait for
     enqueuing thread   goes on where the engine's thread does not come by, or has to wait
     ending thread      waits for the end on the device, then ``on_done``
 
@@ -121,13 +122,13 @@ class Lane:
             if self._waiting:
                 self._changed.notify_all()
 
-    def step(self) -> None:
-        """Go on with what waits, without waiting, and tell of what has landed."""
+    def step(self, *, early: bool = False) -> None:
+        """As ``CopyEngine.step``."""
         if self._waiting:
             self._stepped_s = time.monotonic()
             self._hand_over(1)
         for item in tuple(self._not_landed):
-            if self._has_landed(item):
+            if self._has_landed(item) or (early and self._is_held_back(item)):
                 _tell(lambda item=item: self._end_landing(item, is_landed=True))
 
     def wait_idle(self, deadline_s: float) -> bool:
@@ -254,6 +255,11 @@ class Lane:
         # event behind it that is asked, and a failure that the event tells of is no landing.
         return item.end is not None and item.end.is_passed() and _wait(item.end) is None
 
+    def _is_held_back(self, item: InFlight) -> bool:
+        # guards: what the engine enqueues once it has been told early must not read or write a
+        # page before the load's last byte (E4): its stream waits for the event behind it.
+        return item.end is not None and self._device.hold_back(item.end)
+
     def _end_landing(self, item: InFlight, *, is_landed: bool) -> None:
         """Tell of a landing, or that there will be none, unless that has been done."""
         with self._changed:  # kept: whoever finds that it has been told of may rely on it
@@ -357,10 +363,10 @@ class StreamCopyEngine:
         submission = Submission(direction, copies, after, keep_alive, ends, time.monotonic_ns())
         self._lanes[direction].put(submission)
 
-    def step(self) -> None:
-        """Go on with what is queued, and tell of what has landed; waits for nothing."""
+    def step(self, *, early: bool = False) -> None:
+        """As ``CopyEngine.step``."""
         for lane in self._lanes.values():
-            lane.step()
+            lane.step(early=early)
 
     def release(self, timeout_s: float) -> None:
         """Give up the adopted arena; no copy is in flight."""
