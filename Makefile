@@ -32,8 +32,8 @@ fast-tests: setup
 check: setup ## ruff, pyright, layers; unit, property and meta tests; side by side
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint fast-tests
 
-test: lint older ## everything that needs no GPU: check, faults, e2e
-	@$(PYTEST) -m "not engines"
+test: older check ## everything that needs no GPU: check, faults, e2e
+	@$(PYTEST) -m "not engines" tests/faults tests/e2e tests/gpu
 
 test-engines: older ## e2e tests and long sweeps on every supported CPU engine
 	@.venv-0.27/bin/python -m pytest $(ENGINE_TESTS)
