@@ -27,8 +27,8 @@ from millpond.cli.exits import Exit
 from millpond.model.errors import ConfigError, ExpectedError, SetupError
 from tests.faults.scripted_endpoint import Asked, Endpoint, ScriptedStage, Stream
 
-OFF_S, ON_S = 0.2, 0.1
-SPREAD_S = 0.02
+OFF_S, ON_S = 0.12, 0.06
+SPREAD_S = 0.012
 MACHINE_MS = 10.0
 """What a machine that has other work adds to a time now and then."""
 WAIT_S = 10.0
@@ -323,7 +323,7 @@ def interrupt_in(period: int, num_sent: int):  # noqa: ANN201
 
 
 def test_ctrl_c_keeps_what_is_done_and_a_resumed_run_ends_it(tmp_path: Path) -> None:
-    with Endpoint(serving(OFF_S, ON_S)) as endpoint:
+    with Endpoint(serving(0.01, 0.01)) as endpoint:
         first = runner_in(tmp_path, interrupt_in(6, 5))
         with pytest.raises(KeyboardInterrupt):
             first.run(PLANS, ScriptedStage(endpoint))
