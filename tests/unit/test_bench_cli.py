@@ -33,6 +33,15 @@ URLS = ("--url", "a=http://127.0.0.1:1", "--model", "m")
         (["moved-cpu", "--pool", "big"], ["pool.size", "'big'"]),
         (["moved-cpu", "--launch", "0"], ["up.replicas", "'0'"]),
         (["replay-cpu", *URLS, "--caches", "off"], ["no trace", "--trace"]),
+        (
+            ["moved-cpu", *URLS, "--caches", "off,lmcache"],
+            ["lmcache can't be switched", "--switch restart", "--url"],
+        ),
+        (
+            ["moved-cpu", "--caches", "off,lmcache,vllm-fs", "--switch", "live"],
+            ["lmcache and vllm-fs can't be switched", "--switch restart"],
+        ),
+        (["moved-cpu", "--files-in", "x"], ["--files-in", "--caches"]),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_its_remedy(
@@ -48,6 +57,17 @@ def test_what_cannot_be_run_is_refused_with_its_remedy(
     assert run(["bench", "run", *argv], {}) == Exit.USAGE
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("cache", ["lmcache", "vllm-fs"])
+def test_a_cache_that_needs_a_gpu_is_refused_before_anything_starts(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["bench", "run", "moved-cpu", "--tiny", "attention", "--device", "cpu"]
+    assert run([*argv, "--caches", f"off,millpond,{cache}"], {}) == Exit.SETUP
+    assert f"cache {cache} needs a GPU" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 

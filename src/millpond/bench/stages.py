@@ -1,7 +1,7 @@
 """Where a period takes place: replicas with one cache or the other.
 
 LiveStage       replicas that run anyway; a pool that is switched on and off
-RestartStage    a system of its own for each period, started with that period's cache
+RestartStage    a system of its own for each period, started with that period's cache, whichever
 LaunchedStage   one system for all periods, with a pool that is switched
 """
 
@@ -16,15 +16,19 @@ import httpx
 
 from millpond.bench.books import Books
 from millpond.bench.client import Target
+from millpond.bench.forgetting import Forgets, flush_engine, memory_of
+from millpond.launch.rivals import RIVALS, RivalOptions
 from millpond.launch.system import Progress, System, SystemOptions
 from millpond.model.errors import ConfigError, SetupError
 
 OFF: Final = "off"
 MILLPOND: Final = "millpond"
-CACHES: Final = (OFF, MILLPOND)
-"""What can be compared: the engine's own prefix cache alone, and with the pool."""
+LIVE_CACHES: Final = (OFF, MILLPOND)
+"""What can be switched while replicas run: the engine's own prefix cache alone, and the pool."""
+CACHES: Final = (*LIVE_CACHES, *RIVALS)
+"""What can be compared."""
 
-_FLUSH_TIMEOUT_S: Final = 60.0
+_ANSWER_S_MAX: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +36,27 @@ class Scene:
     """One period's replicas. ``targets`` are asked, ``replicas`` flushed, ``books`` read.
 
     The two differ where a router stands before the replicas; ``books`` is None without a pool.
+    ``rival`` is another cache in the pool's place.
     """
 
     targets: Sequence[Target]
     replicas: Sequence[Target]
     books: Books | None
+    rival: Forgets | None = None
 
     def flush(self) -> None:
-        """Have engines and pool forget every prefix.
+        """Have engines and pool, or the other cache, forget every prefix.
 
-        Raises ``SetupError`` where an engine can't be told to, ``httpx.HTTPError`` where one
+        Raises ``ExpectedError`` where one can't be told to, ``httpx.HTTPError`` where an engine
         is away.
         """
         if self.books is not None:
             self.books.wait_written()
         for replica in self.replicas:
-            url = f"{replica.url}/reset_prefix_cache"
-            answer = httpx.post(url, timeout=_FLUSH_TIMEOUT_S, trust_env=False)
-            if answer.status_code in (404, 405):
-                raise SetupError(
-                    f"{replica.url} can't forget its prefixes, and what one period left would "
-                    "speed up the next: start it with VLLM_SERVER_DEV_MODE=1"
-                )
-            answer.raise_for_status()
-        if self.books is not None:
-            self.books.flush()
+            flush_engine(replica.url)
+        for cache in (self.books, self.rival):
+            if cache is not None:
+                cache.flush()
 
 
 class Stage(Protocol):
@@ -106,11 +106,18 @@ class LiveStage:
 
 
 class RestartStage:
-    """Starts ``options`` anew for each period: without a pool for ``off``."""
+    """Starts ``options`` anew for each period: with its pool, one of ``rivals``, or neither."""
 
-    def __init__(self, options: SystemOptions, *, on_progress: Progress) -> None:
+    def __init__(
+        self,
+        options: SystemOptions,
+        *,
+        on_progress: Progress,
+        rivals: Mapping[str, RivalOptions] | None = None,
+    ) -> None:
         self._options = options
         self._on_progress = on_progress
+        self._rivals = rivals or {}
 
     def __enter__(self) -> Self:
         return self
@@ -120,14 +127,22 @@ class RestartStage:
     @contextlib.contextmanager
     def scene(self, cache: str, number: int) -> Generator[Scene]:
         """Start replicas, and stop them at the end."""
-        options = replace(
-            self._options,
-            pool=self._options.pool if cache == MILLPOND else None,
-            run_dir=_log_folder(self._options, f"period-{number:03}"),
-        )
+        options = self.options_of(cache, number)
         with System(options, on_progress=self._on_progress) as system, _joined(system) as books:
             targets = targets_of(system)
-            yield Scene(targets, targets, books)
+            rival = None
+            if system.rival is not None:
+                rival = memory_of(system.rival, [target.url for target in targets])
+            yield Scene(targets, targets, books, rival)
+
+    def options_of(self, cache: str, number: int) -> SystemOptions:
+        """Return what is started for period ``number``."""
+        return replace(
+            self._options,
+            pool=self._options.pool if cache == MILLPOND else None,
+            rival=self._rivals.get(cache),
+            run_dir=_log_folder(self._options, f"period-{number:03}"),
+        )
 
 
 class LaunchedStage:
@@ -186,7 +201,7 @@ def live_targets(urls: Mapping[str, str], *, model: str | None) -> tuple[Target,
 def served_model(url: str) -> str:
     """Return the first model that an endpoint serves; raises ``SetupError``."""
     try:
-        answer = httpx.get(f"{url}/v1/models", timeout=_FLUSH_TIMEOUT_S, trust_env=False)
+        answer = httpx.get(f"{url}/v1/models", timeout=_ANSWER_S_MAX, trust_env=False)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:

