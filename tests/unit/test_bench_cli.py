@@ -8,7 +8,7 @@ import pytest
 from millpond.bench.periods import plan_periods
 from millpond.bench.records import Record
 from millpond.bench.scenario import Design, Moved, Scenario, scenario_files
-from millpond.cli import run
+from millpond.cli import bench_place, run
 from millpond.cli.exits import Exit
 from tests.unit.bench_values import noisy, periods
 
@@ -69,6 +69,20 @@ def test_a_cache_that_needs_a_gpu_is_refused_before_anything_starts(
     assert run([*argv, "--caches", f"off,millpond,{cache}"], {}) == Exit.SETUP
     assert f"cache {cache} needs a GPU" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("cache", ["lmcache", "vllm-fs"])
+def test_with_a_hybrid_other_caches_have_to_know_its_block(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_place, "pick_device", lambda _wanted, _environ: "cuda")
+    monkeypatch.setattr(bench_place, "check_rival", lambda _options, _device: None)
+    argv = ["bench", "run", "moved-cpu", "--tiny", "hybrid", "--caches", f"off,{cache}"]
+    assert run(argv, {}) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert f"the small hybrid has recurrent layers, and {cache} has to know" in said
+    assert "--hybrid-block" in said
 
 
 def test_a_folder_with_another_run_is_left_alone(

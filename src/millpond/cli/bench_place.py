@@ -13,6 +13,7 @@ from millpond.cli.up import show_start
 from millpond.config import CONFIG_VARIABLE
 from millpond.config.values import replicas
 from millpond.launch.front import FrontOptions
+from millpond.launch.model_config import NoModelConfig, read_model_config
 from millpond.launch.resources import pick_device
 from millpond.launch.rivals import (
     RIVALS,
@@ -21,6 +22,7 @@ from millpond.launch.rivals import (
     RivalOptions,
     check_rival,
 )
+from millpond.launch.shape import Kind, model_shape
 from millpond.launch.system import ProcessState, SystemOptions
 from millpond.model.errors import ConfigError
 
@@ -131,7 +133,10 @@ def _rival_names(asked: Asked) -> Sequence[RivalName]:
 
 
 def _rival(name: RivalName, asked: Asked, options: SystemOptions) -> RivalOptions:
-    """Return a cache as large as the pool; raises ``SetupError`` where it can't run here."""
+    """Return a cache as large as the pool.
+
+    Raises ``SetupError`` where it can't run here, ``ConfigError`` where it has to know more.
+    """
     if options.pool is None:
         raise ValueError("a system to be measured has a pool")
     rival = RivalOptions(
@@ -141,7 +146,21 @@ def _rival(name: RivalName, asked: Asked, options: SystemOptions) -> RivalOption
         files_in=_files_in(asked),
     )
     check_rival(rival, options.device)
+    if asked.hybrid_block is None and _is_hybrid(options.model):
+        raise ConfigError(
+            f"{asked.model or 'the small hybrid'} has recurrent layers, and {name} has to know "
+            "vLLM's block: give the N of its `Setting attention block size to N tokens`, or of "
+            "--block-size, as --hybrid-block"
+        )
     return rival
+
+
+def _is_hybrid(model: str) -> bool:
+    try:
+        config = read_model_config(model, revision=None, folder=None)
+    except NoModelConfig:
+        return False  # then the engine has the last word
+    return model_shape(config).kind is Kind.HYBRID
 
 
 def _files_in(asked: Asked) -> Path:
