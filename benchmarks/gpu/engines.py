@@ -12,7 +12,7 @@ import multiprocessing as mp
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -122,6 +122,11 @@ class Replica:
         so many tokens more.
         """
         return self._call("serve", list(asks), tail_tokens)
+
+    def begin(self, asks: Sequence[Ask]) -> Callable[[], list[Answer]]:
+        """Ask several requests; return what waits for the answers. Meanwhile ask nothing else."""
+        self._pipe.send(("serve", (list(asks), None)))
+        return self._answer
 
     def forget(self) -> None:
         """Empty the engine's own cache of prefixes, and nothing else."""

@@ -214,9 +214,9 @@ class Results:
         self._save()
 
     def row(self, **row: object) -> None:
-        """Add a row: one line on stdout, and the file."""
+        """Add a row: one line on stdout, without its ``samples_s``, and the file."""
         self._rows.append(row)
-        print(json.dumps(row), flush=True)
+        print(json.dumps({k: v for k, v in row.items() if k != "samples_s"}), flush=True)
         self._save()
 
     def at_most(self, name: str, value: float, most: float) -> None:

@@ -1,0 +1,252 @@
+"""What stores and loads do to the tokens of another request on the same replica.
+
+    python benchmarks/gpu/latency.py --model MODEL [--engine JSON] [--json PATH]
+                                     [--length 131072] [--loads 20] [--stores 5]
+
+Two engines on one GPU: "on" has the connector, "off" has none at all. One request decodes all
+the time; while it does, another one comes with a prompt of --length tokens:
+
+- load: the prompt is in the pool. Waits between tokens from its arrival until it is computed,
+  against those before it came (idle); the arrival itself, and the steps that compute what is
+  left, beside those of the same prompt again, which is then a local hit. --loads of either.
+- store: nobody has seen the prompt; all of it is computed and, with the pool, stored. Waits
+  until its first token ("during", one a step) and --tail tokens after it, while the last blocks
+  are copied, against the same prompt on the engine without a connector, ON OFF OFF ON.
+
+A 27B hybrid in fp8 on one H200 takes about six minutes: 2 for the start of the engines, 1.5 for
+the loads, 2.5 for the stores. Ends with 1 where a median is above 1.05 times the other one's.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engines import Answer, Ask, Replica
+from runs import (
+    Clock,
+    Pool,
+    Prompts,
+    Results,
+    engine_arguments,
+    gpus_for,
+    loaded_bytes,
+    median,
+    parser,
+    percentile,
+    rounded,
+    running,
+    running_pool,
+    start_of,
+    warm_up,
+)
+
+LATENCY_RATIO_MAX = 1.05
+STREAM_TOKENS = 256
+STREAM_TOKENS_MAX = 4000
+SETTLING_TOKENS = 4
+"""The stream's first waits follow its own prefill."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds between two tokens of the stream, by what the other request did meanwhile."""
+
+    idle: list[float]
+    arrival: list[float]
+    waiting: list[float]
+    computing: list[float]
+    tail: list[float]
+
+    @classmethod
+    def of(cls, stream: Answer, other: Answer) -> "Waits":
+        """Sort the waits of one run."""
+        sorted_waits = cls([], [], [], [], [])
+        first_token_s = other.token_s[0]
+        running_s = first_token_s if other.running_s is None else other.running_s
+        for begin_s, end_s in stream.intervals_s[SETTLING_TOKENS:]:
+            if end_s <= other.arrived_s:
+                kind = sorted_waits.idle
+            elif begin_s >= first_token_s:
+                kind = sorted_waits.tail
+            elif end_s >= running_s:
+                kind = sorted_waits.computing
+            elif begin_s <= other.arrived_s:
+                kind = sorted_waits.arrival
+            else:
+                kind = sorted_waits.waiting
+            kind.append(end_s - begin_s)
+        return sorted_waits
+
+    def add(self, other: "Waits") -> None:
+        """Take in the waits of another run."""
+        for name in ("idle", "arrival", "waiting", "computing", "tail"):
+            getattr(self, name).extend(getattr(other, name))
+
+
+@dataclass
+class Bench:
+    """What all rows need."""
+
+    on: Replica
+    off: Replica
+    pool: Pool
+    prompts: Prompts
+    results: Results
+    clock: Clock
+    asked: argparse.Namespace
+
+    def beside_a_stream(self, replica: Replica, prompt: Sequence[int]) -> tuple[Answer, Answer]:
+        """Ask a prompt while another request decodes; return the stream's answer and its own."""
+        stream = Ask(self.prompts.draw(STREAM_TOKENS), STREAM_TOKENS_MAX)
+        other = Ask(prompt, 1, after_tokens=self.asked.idle)
+        answers = replica.serve([stream, other], tail_tokens=self.asked.tail)
+        self.pool.settle()
+        return answers[0], answers[1]
+
+
+def summary(waits: Sequence[float]) -> dict[str, object]:
+    """Return what is said of some waits."""
+    if not waits:
+        return {"number": 0}
+    return {
+        "number": len(waits),
+        "median_s": median(waits),
+        "p99_s": percentile(waits, 99),
+        "max_s": round(max(waits), 4),
+    }
+
+
+def loads(bench: Bench) -> None:
+    """Add a row: a prefix is loaded beside a stream, and is then there locally."""
+    prompt = bench.prompts.draw(bench.asked.length)
+    bench.clock.say(f"cold, {len(prompt)} tokens, for the loads")
+    bench.on.ask(prompt)
+    before = loaded_bytes(bench.pool.settle(), "on")
+    waits = {"load": Waits([], [], [], [], []), "local": Waits([], [], [], [], [])}
+    ttft_s: dict[str, list[float]] = {"load": [], "local": []}
+    for i in range(bench.asked.loads):
+        if i % 5 == 0:
+            bench.clock.say(f"load, {i + 1} of {bench.asked.loads}")
+        bench.on.forget()
+        for name in ("load", "local"):
+            stream, other = bench.beside_a_stream(bench.on, prompt)
+            waits[name].add(Waits.of(stream, other))
+            ttft_s[name].append(other.ttft_s)
+    num_bytes = loaded_bytes(bench.pool.settle(), "on") - before
+    idle = waits["load"].idle + waits["local"].idle
+    loading = waits["load"].arrival + waits["load"].waiting
+    row: dict[str, object] = {
+        "what": "load",
+        "prompt_tokens": len(prompt),
+        "loaded_bytes": num_bytes // bench.asked.loads,
+        "ttft_s": {name: rounded(each) for name, each in ttft_s.items()},
+        "idle": summary(idle),
+        "loading": summary(loading),
+    }
+    for name, each in waits.items():
+        row[name] = {
+            "arrival": summary(each.arrival),
+            "waiting": summary(each.waiting),
+            "computing": summary(each.computing),
+            "tail": summary(each.tail),
+        }
+    row["samples_s"] = {
+        "idle": rounded(idle),
+        "load_arrival": rounded(waits["load"].arrival),
+        "load_waiting": rounded(waits["load"].waiting),
+        "load_computing": rounded(waits["load"].computing),
+        "local_computing": rounded(waits["local"].computing),
+    }
+    if loading:
+        row["ratio"] = round(median(loading) / median(idle), 3)
+        bench.results.at_most(
+            "tokens while a prefix is loaded, against idle",
+            median(loading) / median(idle),
+            LATENCY_RATIO_MAX,
+        )
+    bench.results.true("prefixes came from the pool", holds=num_bytes > 0)
+    bench.results.row(**row)
+
+
+def stores(bench: Bench) -> None:
+    """Add a row: a prompt is computed beside a stream, with stores and without."""
+    during: dict[str, list[list[float]]] = {"on": [], "off": []}
+    tail: dict[str, list[float]] = {"on": [], "off": []}
+    idle: dict[str, list[float]] = {"on": [], "off": []}
+    ttft_s: dict[str, list[float]] = {"on": [], "off": []}
+    for i in range(bench.asked.stores):
+        bench.clock.say(f"store, {i + 1} of {bench.asked.stores}")
+        prompt = bench.prompts.draw(bench.asked.length)
+        order = [bench.on, bench.off] if i % 2 == 0 else [bench.off, bench.on]
+        for replica in order:
+            stream, other = bench.beside_a_stream(replica, prompt)
+            waits = Waits.of(stream, other)
+            during[replica.name].append(waits.arrival + waits.waiting + waits.computing)
+            tail[replica.name] += waits.tail
+            idle[replica.name] += waits.idle
+            ttft_s[replica.name].append(other.ttft_s)
+    flat = {name: [wait for run in runs for wait in run] for name, runs in during.items()}
+    by_step = [
+        on / off
+        for run_on, run_off in zip(during["on"], during["off"], strict=True)
+        for on, off in zip(run_on, run_off, strict=False)
+    ]
+    during_ratio = median(flat["on"]) / median(flat["off"])
+    tail_ratio = median(tail["on"]) / median(tail["off"])
+    bench.results.row(
+        what="store",
+        prompt_tokens=bench.asked.length,
+        ttft_s={name: rounded(each) for name, each in ttft_s.items()},
+        during={name: summary(each) for name, each in flat.items()},
+        tail={name: summary(each) for name, each in tail.items()},
+        idle={name: summary(each) for name, each in idle.items()},
+        during_ratio=round(during_ratio, 3),
+        during_ratio_by_step=round(median(by_step), 3),
+        during_p99_ratio=round(percentile(flat["on"], 99) / percentile(flat["off"], 99), 3),
+        tail_ratio=round(tail_ratio, 3),
+        samples_s={
+            "during": {name: [rounded(run) for run in runs] for name, runs in during.items()},
+            "tail": {name: rounded(each) for name, each in tail.items()},
+        },
+    )
+    bench.results.at_most("tokens during a prefill, on / off", during_ratio, LATENCY_RATIO_MAX)
+    bench.results.at_most("tokens right after it, on / off", tail_ratio, LATENCY_RATIO_MAX)
+
+
+def main() -> None:
+    """Measure and print."""
+    made = parser(__doc__)
+    made.add_argument("--length", type=int, default=131_072)
+    made.add_argument("--loads", type=int, default=20)
+    made.add_argument("--stores", type=int, default=5)
+    made.add_argument("--idle", type=int, default=16, help="tokens before the other comes")
+    made.add_argument("--tail", type=int, default=12, help="tokens after the other is over")
+    asked = made.parse_args()
+    prompts = Prompts(asked.seed, asked.token_ids)
+    results = Results(asked)
+    prefill_s = asked.length / 11_000 + (asked.length / 46_000) ** 2 * 0.5
+    clock = Clock(
+        110 + prefill_s + 4 * asked.loads + 2 * asked.stores * (prefill_s + 1.5),
+    )
+    gpu = gpus_for(1, same=True)[0]
+    arguments = engine_arguments(asked, asked.length + STREAM_TOKENS_MAX)
+    with running_pool(asked) as socket:
+        starts = {
+            "on": start_of(arguments, gpu, name="on", socket=socket),
+            "off": start_of(arguments, gpu),
+        }
+        with running(starts) as (on, off):
+            pool = Pool(socket)
+            pool.wait_joined("on")
+            results.facts(on.facts)
+            warm_up((on, off), prompts, asked.length)
+            bench = Bench(on, off, pool, prompts, results, clock, asked)
+            if asked.loads:
+                loads(bench)
+            if asked.stores:
+                stores(bench)
+    results.finish()
+
+
+if __name__ == "__main__":
+    main()
