@@ -129,6 +129,19 @@ def test_an_engine_that_still_holds_blocks_is_asked_again() -> None:
     assert asked == ["/reset_prefix_cache"] * 3
 
 
+@pytest.mark.parametrize("said", [{}, "done", [], None])
+def test_an_endpoint_that_answers_otherwise_has_forgotten(said: object) -> None:
+    asked: list[str] = []
+
+    def answers(_method: str, path: str) -> Answer:
+        asked.append(path)
+        return 200, said
+
+    with serving(answers) as url:
+        flush_engine(url)
+    assert len(asked) == 1
+
+
 def test_an_engine_that_holds_blocks_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forgetting, "_WAIT_S_MAX", 0.1)
     with (

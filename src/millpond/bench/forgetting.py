@@ -106,5 +106,8 @@ def flush_engine(url: str, *, with_connector: bool = False) -> None:
 
 
 def _refused(answer: httpx.Response) -> bool:
-    """Return whether blocks were held; endpoints that are no vLLM may answer without a word."""
-    return bool(answer.content) and answer.json().get("success") is False
+    """Return whether blocks were held; what is no vLLM may answer with anything, or nothing."""
+    try:
+        return answer.json() == {"success": False}
+    except ValueError:
+        return False
