@@ -1,5 +1,6 @@
 """What cannot work is refused, with the reason and a remedy; what can is not."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -100,8 +101,7 @@ def test_qwen3_next_needs_a_later_engine_on_cpus() -> None:
         (["--use-replayssm"], "beside any connector"),
         (["--pipeline-parallel-size", "2", "-tp", "1"], "cuts pages"),
         (["-dcp", "2"], "cuts pages"),
-        (["--kv-events-config", "{}"], "2 replicas one address"),
-        (["--master-port", "1"], "2 replicas one address"),
+        (["--kv-events-config", '{"enable_kv_cache_events": true}'], "publish at one address"),
     ],
 )
 @pytest.mark.parametrize("config", [configs.LLAMA, configs.QWEN35])
@@ -148,8 +148,24 @@ def test_other_arguments_are_the_users_affair(argv: list[str]) -> None:
     assert refusals(configs.QWEN35, GPU, *argv) == []
 
 
-def test_one_replica_may_publish_its_events() -> None:
-    assert refusals(configs.LLAMA, replace(GPU, num_replicas=1), "--kv-events-config", "{}") == []
+@pytest.mark.parametrize(
+    ("num_replicas", "options", "is_refused"),
+    [
+        (2, {}, True),
+        (1, {}, False),
+        (2, {"endpoint": "ipc:///run/events"}, True),
+        (2, {"endpoint": "tcp://collector:5557"}, False),
+        (2, {"endpoint": "tcp://collector:5557", "replay_endpoint": "tcp://*:5558"}, True),
+        (2, {"enable_kv_cache_events": False}, False),
+    ],
+)
+def test_replicas_cannot_all_listen_at_one_address(
+    num_replicas: int, options: dict[str, object], is_refused: bool
+) -> None:
+    config = json.dumps({"enable_kv_cache_events": True, **options})
+    situation = replace(GPU, num_replicas=num_replicas)
+    found = refusals(configs.LLAMA, situation, "--kv-events-config", config)
+    assert len(found) == is_refused
 
 
 def test_all_that_cannot_work_is_told_at_once() -> None:

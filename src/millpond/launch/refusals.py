@@ -4,8 +4,9 @@ Only what is certain is refused. What the engine itself would refuse at once is 
 where it would name neither the pool nor the way out.
 """
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, cast
 
 from millpond.launch.arguments import (
     ENGINE_VERSIONS,
@@ -36,7 +37,9 @@ _OF_UP: Final[Mapping[str, str]] = {
     "--uds": "takes a replica off the address where the router asks it: leave it out",
     "--use-replayssm": "does not work beside any connector: leave it out",
 }
-_ONE_EACH: Final = ("--data-parallel-rpc-port", "--kv-events-config", "--master-port")
+_EVENTS: Final = "--kv-events-config"
+_EVENTS_ENDPOINT: Final = "tcp://*:5557"
+"""Where vLLM publishes by default."""
 _ALONE: Final = (
     "--decode-context-parallel-size",
     "--pipeline-parallel-size",
@@ -92,12 +95,11 @@ def _of_options(given: GivenArguments, situation: Situation) -> Iterator[str]:
     for name, why in _OF_UP.items():
         if given.has(name):
             yield f"{name} {why}"
-    for name in _ONE_EACH:
-        if situation.num_replicas > 1 and given.has(name):
-            yield (
-                f"{name} would give {situation.num_replicas} replicas one address: leave it out, "
-                "or start replicas by hand, each with its own"
-            )
+    if situation.num_replicas > 1 and _listens(given.value(_EVENTS) or ""):
+        yield (
+            f"{_EVENTS} would have {situation.num_replicas} replicas publish at one address: leave "
+            "it out, or start replicas by hand, each with its own"
+        )
     for name in _ALONE:
         if given.count(name) > 1:
             yield (
@@ -107,6 +109,21 @@ def _of_options(given: GivenArguments, situation: Situation) -> Iterator[str]:
     host = given.value("--host")
     if host is not None and host not in _HOSTS:
         yield f"--host {host} takes replicas off 127.0.0.1, where they are asked: leave it out"
+
+
+def _listens(events_config: str) -> bool:
+    """Say whether an engine with this configuration listens somewhere: vLLM's ZmqEventPublisher."""
+    try:
+        config: object = json.loads(events_config)
+    except ValueError:
+        return False
+    if not isinstance(config, dict):
+        return False
+    options = cast("dict[str, object]", config)
+    endpoint = str(options.get("endpoint", _EVENTS_ENDPOINT))
+    is_bound = "*" in endpoint or not endpoint.startswith("tcp://")
+    is_on = bool(options.get("enable_kv_cache_events"))
+    return is_on and (is_bound or options.get("replay_endpoint") is not None)
 
 
 def _of_hybrids(given: GivenArguments) -> Iterator[str]:
