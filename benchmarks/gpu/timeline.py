@@ -1,0 +1,183 @@
+"""Where the time of one moved request goes, and what it gains by starting early.
+
+    python benchmarks/gpu/timeline.py --model MODEL [--same-gpu] [--lengths 32768,131072,261900]
+                                      [--repeats 5] [--engine JSON] [--json PATH] [--svg PATH]
+
+Replica a computes a prompt; then b, --repeats times each way, interleaved: forgets its own
+prefixes and asks. `early`: as it is, the forward pass is launched while the load goes on, and
+waits for it on the GPU. `late`: it is launched when the load has landed. A local hit comes in
+between. Rows have the medians, the floor (local hit + loaded bytes over the link) and, of the
+request nearest to the median, every span: lookup, allocation, handing over, load, forward pass
+(launch and GPU), sampling. --svg draws the last length. A 27B hybrid on one H200 takes two
+minutes for 131072 alone, three for all. Ends with 1 where tokens differ or early is not faster.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from engines import Answer, Replica
+from runs import (
+    Pool,
+    Prompts,
+    Results,
+    engine_arguments,
+    gpus_for,
+    loaded_bytes,
+    median,
+    parser,
+    rounded,
+    running,
+    running_pool,
+    say,
+    start_of,
+    warm_up,
+)
+from tracing import COMPUTE, COPIES, HOST, Span
+
+EARLY, LATE, LOCAL = "early", "late", "local"
+WIDTH, LEFT, BAR, GAP = 900, 90, 22, 14
+COLORS = {HOST: "#4477aa", COPIES: "#ccbb44", COMPUTE: "#228833"}
+
+
+def traced(replica: Replica, prompt: Sequence[int]) -> tuple[Answer, list[dict[str, object]]]:
+    """Ask, and return the spans in milliseconds since the request's arrival."""
+    replica.trace_begin()
+    answer = replica.ask(prompt)
+    spans: list[Span] = replica.trace_end()
+    return answer, [
+        {
+            "track": span.track,
+            "name": span.name,
+            "begin_ms": round((span.begin_s - answer.arrived_s) * 1e3, 2),
+            "end_ms": round((span.end_s - answer.arrived_s) * 1e3, 2),
+        }
+        for span in spans
+    ]
+
+
+def measure(replicas: tuple[Replica, Replica], pool: Pool, prompt: list[int], repeats: int) -> dict:
+    """Return the row of one prompt."""
+    a, b = replicas
+    cold = a.ask(prompt)
+    before = loaded_bytes(pool.settle(), "b")
+    taken: dict[str, list] = {EARLY: [], LATE: [], LOCAL: []}
+    for i in range(repeats):
+        for way in (EARLY, LATE) if i % 2 == 0 else (LATE, EARLY):
+            b.tell_early(enabled=way == EARLY)
+            b.forget()
+            taken[way].append(traced(b, prompt))
+            taken[LOCAL].append(traced(b, prompt))
+    b.tell_early(enabled=True)
+    num_bytes = (loaded_bytes(pool.settle(), "b") - before) // (2 * repeats)
+    seconds = {way: [answer.ttft_s for answer, _ in each] for way, each in taken.items()}
+    link = pool.link_gb_s("b")
+    floor_s = median(seconds[LOCAL]) + (num_bytes / link / 1e9 if link else 0.0)
+    return {
+        "prompt_tokens": len(prompt),
+        "cold_s": round(cold.ttft_s, 4),
+        "loaded_bytes": num_bytes,
+        "link_gb_s": link,
+        "floor_s": round(floor_s, 4),
+        **{f"{way}_median_s": median(each) for way, each in seconds.items()},
+        "early_vs_floor_ratio": round(median(seconds[EARLY]) / floor_s, 3),
+        "late_vs_floor_ratio": round(median(seconds[LATE]) / floor_s, 3),
+        "same_tokens": all(a.tokens == cold.tokens for each in taken.values() for a, _ in each),
+        "samples_s": {way: rounded(each) for way, each in seconds.items()},
+        "spans": {way: nearest_to_median(each) for way, each in taken.items()},
+    }
+
+
+def nearest_to_median(taken: list[tuple[Answer, list]]) -> list:
+    """Return the spans of the request that took about as long as most."""
+    ordered = sorted(taken, key=lambda each: each[0].ttft_s)
+    return ordered[len(ordered) // 2][1]
+
+
+def drawn(row: dict) -> str:
+    """Return a picture of the row's spans, early above late."""
+    longest_ms = 1e3 * max(row["early_median_s"], row["late_median_s"]) * 1.02
+    scale = (WIDTH - LEFT - 10) / longest_ms
+    lines, y = [], 24
+    for way in (LATE, EARLY):
+        title = f"{way}: {row[f'{way}_median_s'] * 1e3:.0f} ms"
+        lines.append(f'<text x="4" y="{y}" class="title">{title}</text>')
+        y += GAP - 6
+        for track in (HOST, COPIES, COMPUTE):
+            lines.append(f'<text x="4" y="{y + 15}">{track}</text>')
+            for span in row["spans"][way]:
+                if span["track"] == track:
+                    lines += bar(span, y, scale)
+            y += BAR + 6
+        y += 2 * GAP
+    step_ms = 50 if longest_ms < 600 else 100
+    for ms in range(0, int(longest_ms) + 1, step_ms):
+        x = LEFT + ms * scale
+        lines.insert(0, f'<path d="M{x:.1f} 28V{y - 20}" class="grid"/>')
+        lines.append(f'<text x="{x:.1f}" y="{y - 6}" text-anchor="middle">{ms} ms</text>')
+    style = (
+        "text{font:12px sans-serif;fill:#555}.title{font-weight:bold}"
+        ".on{fill:#fff;font-size:11px}.grid{stroke:#ddd}"
+    )
+    words = f"One moved request of {row['prompt_tokens']:,} tokens, part by part"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" role="img">'
+        f"<title>{words}</title><style>{style}</style>"
+        f'<rect width="{WIDTH}" height="{y}" fill="#fff"/>' + "".join(lines) + "</svg>\n"
+    )
+
+
+def bar(span: dict, y: float, scale: float) -> list[str]:
+    """Return a span's bar, with its name where there is room."""
+    x, width = LEFT + span["begin_ms"] * scale, (span["end_ms"] - span["begin_ms"]) * scale
+    ms = span["end_ms"] - span["begin_ms"]
+    name = f"{span['name']}, {ms:.1f} ms"
+    box = f'x="{x:.1f}" y="{y}" width="{max(width, 1):.1f}" height="{BAR}"'
+    color = COLORS[span["track"]]
+    lines = [f'<rect {box} fill="{color}"><title>{name}</title></rect>']
+    if width > 7 * len(name):
+        lines.append(f'<text x="{x + 5:.1f}" y="{y + 15}" class="on">{name}</text>')
+    return lines
+
+
+def options() -> argparse.Namespace:
+    """Return what was asked for."""
+    made = parser(__doc__)
+    made.add_argument("--lengths", default="32768,131072,261900")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--same-gpu", action="store_true")
+    made.add_argument("--svg", type=Path, help="draw the last length")
+    return made.parse_args()
+
+
+def main() -> None:
+    """Measure and print, or draw what was measured."""
+    asked = options()
+    lengths = [int(length) for length in asked.lengths.split(",")]
+    arguments = engine_arguments(asked, max(lengths))
+    gpus = gpus_for(2, same=asked.same_gpu)
+    prompts, results = Prompts(asked.seed, asked.token_ids), Results(asked)
+    with running_pool(asked) as socket:
+        starts = {
+            name: start_of(arguments, gpu, name=name, socket=socket)
+            for name, gpu in zip("ab", gpus, strict=True)
+        }
+        with running(starts) as (a, b):
+            pool = Pool(socket)
+            pool.wait_joined("a", "b")
+            results.facts(b.facts)
+            warm_up((a, b), prompts, max(lengths))
+            for length in lengths:
+                say(f"{length} tokens")
+                row = measure((a, b), pool, prompts.draw(length), asked.repeats)
+                results.row(**row)
+                results.true(f"same tokens at {length}", holds=row["same_tokens"])
+                ratio = row["early_median_s"] / row["late_median_s"]
+                results.at_most(f"early / late at {length}", ratio, 1.0)
+                if asked.svg is not None:
+                    asked.svg.write_text(drawn(row), encoding="utf-8")
+    results.finish()
+
+
+if __name__ == "__main__":
+    main()
