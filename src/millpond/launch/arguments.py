@@ -111,10 +111,8 @@ def choose_arguments(shape: ModelShape, given: GivenArguments, situation: Situat
         for argument in _candidates(shape, given, situation)
         if not given.has(argument.name, "--no-" + argument.name.removeprefix("--"))
     ]
-    ranks = [int(each.value or 1) for each in chosen if each.name == "--tensor-parallel-size"]
-    sizes = request_sizes(
-        shape, given, situation, num_ranks=ranks[0] if ranks else _given_ranks(given)
-    )
+    told = GivenArguments([*(word for each in chosen for word in each.words), *given.argv])
+    sizes = request_sizes(shape, told, situation)
     return Choice(tuple(chosen), sizes, tuple(_notes(shape, given, situation, sizes)))
 
 
@@ -128,10 +126,6 @@ _PARALLEL_SIZES: Final = (
     "--pipeline-parallel-size",
     "--data-parallel-size",
 )
-
-
-def _given_ranks(given: GivenArguments) -> int:
-    return given.count("--tensor-parallel-size")
 
 
 # ---------------------------------------------------------------- arguments
@@ -208,14 +202,13 @@ def _num_ranks(shape: ModelShape, situation: Situation) -> int:
 # ---------------------------------------------------------------- sizes
 
 
-def request_sizes(
-    shape: ModelShape, given: GivenArguments, situation: Situation, *, num_ranks: int
-) -> Sizes:
-    """Return what a token, a state and a block take in the pool."""
-    engine_block = _engine_block_tokens(shape, given, situation)
+def request_sizes(shape: ModelShape, told: GivenArguments, situation: Situation) -> Sizes:
+    """Return what a token, a state and a block take in the pool, by all that vLLM is told."""
+    engine_block = _engine_block_tokens(shape, told, situation)
+    num_ranks = told.count("--tensor-parallel-size")
     state_bytes = 0
     if shape.recurrent is not None:
-        dtype = _state_dtype(given)
+        dtype = _state_dtype(told)
         state_bytes = shape.recurrent.num_layers * shape.recurrent.layer_bytes(dtype)
     is_known = shape.attention is not None and (
         shape.kind is not Kind.HYBRID or shape.recurrent is not None
@@ -223,11 +216,11 @@ def request_sizes(
     return Sizes(
         num_ranks=num_ranks,
         block_tokens=engine_block * math.ceil(BLOCK_TOKENS_MIN / engine_block),
-        token_bytes=shape.attention.token_bytes(_element_bytes(given), num_ranks)
+        token_bytes=shape.attention.token_bytes(_element_bytes(told), num_ranks)
         if shape.attention is not None and is_known
         else None,
         state_bytes=state_bytes,
-        max_tokens=given.tokens("--max-model-len") or shape.max_tokens,
+        max_tokens=told.tokens("--max-model-len") or shape.max_tokens,
     )
 
 
