@@ -65,7 +65,7 @@ def test_running_replicas_are_measured_with_their_pool_switched(
         argv += ["--url", f"{name}={system.replica(name).url}"]
     assert run(argv, dict(os.environ)) == Exit.OK
     document = json.loads(capsys.readouterr().out)
-    assert document["data"]["headlines"][0].startswith("moved requests, moved 600: TTFT")
+    assert document["data"]["headlines"][1].startswith("moved requests, moved 600: TTFT")
     periods = load_record(tmp_path / "out" / "bench.json").periods
     assert [period.plan.cache for period in periods] == ["off", "millpond", "millpond", "off"]
     for period in periods:

@@ -18,6 +18,7 @@ from millpond.model.errors import ConfigError
 
 HEAD = 'name = "x"\ndescription = "y"\n'
 MOVED = '[[workload]]\nkind = "moved"\nlengths = [1000]\nprompts = 2\n'
+MIXED = '[[workload]]\nkind = "mixed"\nmoved_shares = [0, 0.5]\ntokens = 9\nprompts = 1\n'
 SESSIONS = (
     '[[workload]]\nkind = "sessions"\nplacement = "fixed"\ninitial_tokens = [10]\nsessions = 1\n'
     "turns = 2\ngrowth_tokens = 5\noutput_tokens = 4\n"
@@ -69,9 +70,8 @@ def test_a_file_becomes_typed_values(tmp_path: Path) -> None:
 
 
 def test_kinds_are_the_four_workloads(tmp_path: Path) -> None:
-    mixed = '[[workload]]\nkind = "mixed"\nmoved_shares = [0, 0.5]\ntokens = 9\nprompts = 1\n'
     replay = '[[workload]]\nkind = "replay"\nformat = "mooncake"\nrequests = 2\n'
-    found = load_scenario(written(tmp_path, HEAD + mixed + replay)).workload
+    found = load_scenario(written(tmp_path, HEAD + MIXED + replay)).workload
     assert [type(each) for each in found] == [Mixed, Replay]
 
 
@@ -88,6 +88,8 @@ def test_kinds_are_the_four_workloads(tmp_path: Path) -> None:
         (HEAD + "[design]\nrounds = -1\n" + MOVED, ["design.rounds = -1", ">= 0"]),
         (HEAD, ["workload is missing"]),
         (HEAD + MOVED + MOVED, ["workload.name = 'moved'", "name of its own"]),
+        (HEAD + MOVED.replace("[1000]", "[9, 8, 9]"), ["workload.lengths has 9 twice"]),
+        (HEAD + MIXED.replace("0.5]", "1e-7, 1.0000001e-7]"), ["moved_shares has 1e-07 twice"]),
         (HEAD + "[design\n", ["is not TOML"]),
     ],
 )

@@ -204,6 +204,14 @@ def test_sessions_can_stay_on_one_replica_and_end_early(sessions_at: Path) -> No
     assert len(replay(sessions_at, format="sessions", turns_max=1)) == 2
 
 
+def test_sessions_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Their turns would follow each other, and be paired with each other's."""
+    for file in ("one", "two"):
+        (tmp_path / f"{file}.json").write_text(json.dumps(session_trace("same")))
+    with pytest.raises(ConfigError, match="two sessions have the id 'same'"):
+        replay(tmp_path, format="sessions")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("", "no requests"), ("{}\n", "KeyError"), ("nonsense\n", "format 'mooncake'")],

@@ -1,7 +1,7 @@
 """Everything that is worked out from a run's samples, as plain values."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -17,7 +17,7 @@ from millpond.bench.observations import (
     observe_all,
     values_by_key,
 )
-from millpond.bench.records import Period, Sample, serve_metrics
+from millpond.bench.records import Period, serve_metrics
 from millpond.bench.resampling import Clusters
 from millpond.bench.statistics import (
     OUTLIER_SCORE,
@@ -29,6 +29,7 @@ from millpond.bench.statistics import (
     outlier_scores,
     trend,
 )
+from millpond.bench.tokens import Tokens, Told, tokens_of, told_of
 
 _TTFT: Final = "ttft_ms"
 _MS_PER_MINUTE: Final = 60_000
@@ -78,30 +79,16 @@ class Outlier(msgspec.Struct, frozen=True, kw_only=True):
     score: float
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompts of one group and role came from under one cache.
-
-    ``own`` and ``other`` were loaded from the pool: what the reader itself had written, and
-    what another replica had. ``unknown`` are those of requests without a report.
-    """
-
-    group: str
-    part: str
-    cache: str
-    computed: int = 0
-    local: int = 0
-    own: int = 0
-    other: int = 0
-    unknown: int = 0
-
-
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """What replicas read from the pool in one period; the mean speed is over all its time."""
+    """What replicas read from the pool in one period.
+
+    The mean speed is over all its time; None where it was interrupted before any passed.
+    """
 
     period: int
     cache: str
     bytes_read: int
-    gb_per_s: float
+    gb_per_s: float | None
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +106,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     shifts: list[Shift]
     outliers: list[Outlier]
     tokens: list[Tokens]
+    told: Told
     transfers: list[Transfer]
     metrics: dict[str, dict[str, float]]
     num_requests: int
@@ -142,7 +130,8 @@ def analyse(periods: Sequence[Period], *, seed: int = 1) -> Analysis:
         drifts=_drifts(periods, observed),
         shifts=_shifts(periods, observed, seed),
         outliers=_outliers(periods, observed),
-        tokens=_tokens(periods),
+        tokens=tokens_of(periods),
+        told=told_of(samples),
         transfers=_transfers(periods),
         metrics=_metrics(periods),
         num_requests=len(samples),
@@ -260,34 +249,6 @@ def _outliers_of(period: Period, cell: Cell, values: Sequence[Observation]) -> I
             )
 
 
-def _tokens(periods: Sequence[Period]) -> list[Tokens]:
-    totals: dict[tuple[str, str, str], Counter[str]] = {}
-    for period in periods:
-        for sample in period.samples:
-            place = (sample.group, sample.role, period.plan.cache)
-            totals.setdefault(place, Counter()).update(_sources(sample))
-    return [
-        Tokens(group=group, part=part, cache=cache, **counts)
-        for (group, part, cache), counts in totals.items()
-    ]
-
-
-def _sources(sample: Sample) -> Mapping[str, int]:
-    sources, cached = sample.sources, sample.cached_tokens
-    if sources is None and cached is None:
-        return {"unknown": sample.input_tokens}
-    if sources is None:
-        # Without a pool all that an engine has found is its own.
-        return {"computed": sample.input_tokens - (cached or 0), "local": cached or 0}
-    own = sources.writers.get(sample.replica, 0)
-    return {
-        "computed": sources.computed_tokens,
-        "local": sources.local_tokens,
-        "own": own,
-        "other": sources.loaded_tokens - own,
-    }
-
-
 def _transfers(periods: Sequence[Period]) -> list[Transfer]:
     found: list[Transfer] = []
     for period in periods:
@@ -298,7 +259,7 @@ def _transfers(periods: Sequence[Period]) -> list[Transfer]:
                     period=period.plan.number,
                     cache=period.plan.cache,
                     bytes_read=bytes_read,
-                    gb_per_s=bytes_read / period.duration_s / 1e9,
+                    gb_per_s=bytes_read / period.duration_s / 1e9 if period.duration_s else None,
                 )
             )
     return found

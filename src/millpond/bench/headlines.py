@@ -1,20 +1,31 @@
-"""What a reader wants first, in sentences: moved, cold, sessions, and when sharing pays."""
+"""What a reader wants first, in sentences: moved, cold, sessions, and when sharing pays.
 
-from collections.abc import Iterator, Sequence
+First comes a sentence for each cache with the verdicts of all kinds of requests, then one for
+each kind with its times, the noise, and what the tokens say about it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from millpond.bench.analysis import Analysis
-from millpond.bench.effects import Effect
+from millpond.bench.causes import cause_of
+from millpond.bench.effects import Effect, Verdict
 from millpond.bench.observations import WHOLE
 from millpond.bench.scenario import Mixed, Scenario, Sessions
+from millpond.bench.workloads import mixed_groups, session_groups
 
 _TTFT = "ttft_ms"
 _TOTAL = "total_ttft_ms"
 _PARTS = {"moved": "moved requests", "cold": "cold requests", "any": "requests"}
+_EXPECTED: Final[dict[str, Verdict]] = {"moved": "faster", "cold": "within noise"}
+_OF_SESSIONS: Final[dict[str, Verdict]] = {"alternate": "faster", "fixed": "within noise"}
+"""What sharing should do. A trace may have prefixes in common, or none."""
+_PLACED: Final = {"alternate": "sessions that alternate", "fixed": "sessions that stay"}
 
 
 def headlines(scenario: Scenario, analysis: Analysis) -> list[str]:
     """Return the sentences, most wanted first; one that says so where nothing was compared."""
-    lines: list[str] = []
+    lines = list(_verdicts(scenario, analysis))
     for part, name in _PARTS.items():
         lines += _requests(scenario, analysis, part, name)
     lines += _sessions(scenario, analysis)
@@ -33,21 +44,91 @@ def headlines(scenario: Scenario, analysis: Analysis) -> list[str]:
     return lines
 
 
+# ---------------------------------------------------------------- all in one sentence
+
+
+def _verdicts(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
+    for base, other in dict.fromkeys((each.base, each.other) for each in analysis.effects):
+        mine = [each for each in analysis.effects if (each.base, each.other) == (base, other)]
+        kinds = {name: _of_part(scenario, mine, part) for part, name in _PARTS.items()}
+        for placement, name in _PLACED.items():
+            kinds[name] = [
+                effect
+                for effect in _of_sessions(scenario, mine, placement)
+                if effect.metric == _TOTAL
+            ]
+        said = [f"{name} {_together(effects)}" for name, effects in kinds.items() if effects]
+        if said:
+            yield f"{other} against {base}: {'; '.join(said)}"
+
+
+def _together(effects: Sequence[Effect]) -> str:
+    """Return the range of the ratios and how many of them are beyond noise."""
+    ratios = sorted(effect.ratio.value for effect in effects)
+    low, high = f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"
+    span = low if low == high else f"{low} to {high}"
+    counts = {
+        verdict: sum(effect.verdict == verdict for effect in effects)
+        for verdict in ("faster", "slower", "within noise")
+    }
+    num = len(effects)
+    shares = [
+        (verdict if count == num else f"{verdict} in {count} of {num}")
+        + (" beyond noise" if verdict != "within noise" else "")
+        for verdict, count in counts.items()
+        if count
+    ]
+    return f"{span} times as fast ({', '.join(shares)})"
+
+
+# ---------------------------------------------------------------- one by one
+
+
 def _requests(scenario: Scenario, analysis: Analysis, part: str, name: str) -> Iterator[str]:
-    mixed = [each.name for each in scenario.workload if isinstance(each, Mixed)]
-    for effect in analysis.effects:
-        # Of a mixed workload the shares are of interest, and have a line of their own.
-        is_mixed = _workload_of(effect.group) in mixed
-        if (effect.part, effect.metric) == (part, _TTFT) and not is_mixed:
-            yield f"{name}, {effect.group}: TTFT {_change(effect)}"
+    for effect in _of_part(scenario, analysis.effects, part):
+        said = f"{_named(analysis, effect)}{name}, {effect.group}: TTFT {_change(effect)}"
+        yield said + _because(analysis, effect, _EXPECTED.get(part))
+
+
+def _of_part(scenario: Scenario, effects: Iterable[Effect], part: str) -> list[Effect]:
+    # Of a mixed workload the shares are of interest, and have a line of their own.
+    mixes = (each for each in scenario.workload if isinstance(each, Mixed))
+    mixed = {group for each in mixes for group in mixed_groups(each)}
+    return [
+        effect
+        for effect in effects
+        if (effect.part, effect.metric) == (part, _TTFT) and effect.group not in mixed
+    ]
 
 
 def _sessions(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
-    names = [each.name for each in scenario.workload if isinstance(each, Sessions)]
-    for effect in analysis.effects:
-        if effect.part == WHOLE and _workload_of(effect.group) in names:
+    for placement, expected in _OF_SESSIONS.items():
+        for effect in _of_sessions(scenario, analysis.effects, placement):
             what = "sum of TTFT" if effect.metric == _TOTAL else "whole session"
-            yield f"sessions, {effect.group}: {what} {_change(effect)}"
+            said = f"{_named(analysis, effect)}sessions, {effect.group}: {what} {_change(effect)}"
+            is_first = effect.metric == _TOTAL
+            yield said + (_because(analysis, effect, expected) if is_first else "")
+
+
+def _of_sessions(scenario: Scenario, effects: Iterable[Effect], placement: str) -> list[Effect]:
+    workloads = (each for each in scenario.workload if isinstance(each, Sessions))
+    groups = {
+        group for each in workloads if each.placement == placement for group in session_groups(each)
+    }
+    return [effect for effect in effects if effect.part == WHOLE and effect.group in groups]
+
+
+def _named(analysis: Analysis, effect: Effect) -> str:
+    """Return the cache's name where there are several."""
+    return f"{effect.other}: " if len({each.other for each in analysis.effects}) > 1 else ""
+
+
+def _because(analysis: Analysis, effect: Effect, expected: Verdict | None) -> str:
+    """Return what the tokens say of an effect, and of one that was expected and is not there."""
+    is_surprise = expected is not None and effect.verdict != expected
+    if effect.verdict == "within noise" and not is_surprise:
+        return ""
+    return f"{'. Not as expected' if is_surprise else ''}; {cause_of(effect, analysis.tokens)}"
 
 
 def _pays_from(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
@@ -55,7 +136,7 @@ def _pays_from(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
         if not isinstance(workload, Mixed):
             continue
         for other in dict.fromkeys(effect.other for effect in analysis.effects):
-            found = payoff(analysis.effects, workload.name, other)
+            found = payoff(analysis.effects, workload, other)
             if not found:
                 continue
             pays_from = None
@@ -64,24 +145,25 @@ def _pays_from(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
                     break
                 pays_from = share
             if pays_from is None:
-                yield f"{other}: no gain beyond noise at a moved share of {found[-1][0]:.0%}"
+                yield f"{other}: no gain beyond noise at a moved share of {_share(found[-1][0])}"
             else:
-                yield f"{other} pays from a moved share of {pays_from:.0%} on"
+                yield f"{other} pays from a moved share of {_share(pays_from)} on"
 
 
-def payoff(effects: Sequence[Effect], workload: str, other: str) -> list[tuple[float, Effect]]:
+def _share(share: float) -> str:
+    return f"{100 * share:g}%"
+
+
+def payoff(effects: Sequence[Effect], workload: Mixed, other: str) -> list[tuple[float, Effect]]:
     """Return the effect on both requests of a prompt together, by the share that moves."""
+    shares = mixed_groups(workload)
     found = [
-        (float(effect.group.rpartition(" ")[2]), effect)
+        (shares[effect.group], effect)
         for effect in effects
         if (effect.part, effect.metric, effect.other) == (WHOLE, _TOTAL, other)
-        and _workload_of(effect.group) == workload
+        and effect.group in shares
     ]
     return sorted(found, key=lambda pair: pair[0])
-
-
-def _workload_of(group: str) -> str:
-    return group.partition(" ")[0]
 
 
 def _change(effect: Effect) -> str:

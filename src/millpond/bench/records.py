@@ -18,6 +18,8 @@ from millpond.model.errors import ConfigError
 FORMAT: Final = 2
 _FORMAT_OF_TWO: Final = 1
 """Its rounds compared two caches each, and a plan named the second one as `other`."""
+OFF: Final = "off"
+"""The cache that is none: the engine's own alone."""
 _PERCENTILES: Final = (90, 99)
 _MS_PER_S: Final = 1000
 
@@ -31,13 +33,24 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     writers: dict[str, int]
 
 
+class Routed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router's access log says of a request.
+
+    ``is_moved``: another replica than the one that was asked held its longest prefix, as far as
+    the router knew. ``sources`` is there where the router is sure of it.
+    """
+
+    is_moved: bool
+    sources: Sources | None
+
+
 class Sample(msgspec.Struct, kw_only=True):
     """One request as it went. Equal keys in two periods are the same prompt.
 
     ``start_ms`` is since the period's begin. ``late_ms`` is how much later it was sent than it
     was due; None where nothing was due. ``ttft_ms`` is None where no token came. ``itl_ms``
     has the time between the events that brought tokens. ``cached_tokens`` is the engine's own
-    word, where it says so.
+    word, where it says so, ``sources`` the pool's and ``routed`` the router's.
     """
 
     key: str
@@ -57,6 +70,7 @@ class Sample(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None
     error: str | None = None
     sources: Sources | None = None
+    routed: Routed | None = None
 
     @property
     def tpot_ms(self) -> float | None:
@@ -195,10 +209,13 @@ def serve_metrics(samples: Sequence[Sample], duration_s: float) -> dict[str, Any
         "failed": len(samples) - len(completed),
         "total_input_tokens": num_in,
         "total_output_tokens": num_out,
-        "request_throughput": len(completed) / duration_s,
-        "output_throughput": num_out / duration_s,
-        "total_token_throughput": (num_in + num_out) / duration_s,
     }
+    if duration_s > 0:  # else it was interrupted before its first request
+        metrics |= {
+            "request_throughput": len(completed) / duration_s,
+            "output_throughput": num_out / duration_s,
+            "total_token_throughput": (num_in + num_out) / duration_s,
+        }
     times = {
         "ttft": [sample.ttft_ms for sample in completed],
         "tpot": [sample.tpot_ms for sample in completed],

@@ -165,7 +165,23 @@ def load_scenario(path: Path) -> Scenario:
                 f"{path}: workload.name = {name!r} is there twice: give each workload a name "
                 "of its own"
             )
+    for each in scenario.workload:
+        _check_distinct(each, path)
     return scenario
+
+
+def _check_distinct(workload: Workload, path: Path) -> None:
+    """Refuse prompts that would be asked twice: they are told apart by these values."""
+    for key in ("lengths", "initial_tokens", "moved_shares"):
+        values: tuple[float, ...] = getattr(workload, key, ())
+        # As the groups are named: `workloads.mixed_groups`.
+        written = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        for value in written:
+            if written.count(value) > 1:
+                raise ConfigError(
+                    f"{path}: workload.{key} has {value} twice: give each once, and differing in "
+                    "six digits"
+                )
 
 
 _WHERE: Final = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<key>[^`]*)`)?", re.DOTALL)

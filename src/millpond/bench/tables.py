@@ -1,7 +1,7 @@
 """A run's figures as tables for a terminal of about 120 columns."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeVar, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,20 +12,27 @@ from millpond.bench.effects import Effect
 from millpond.bench.headlines import format_ms
 from millpond.bench.observations import WHOLE
 from millpond.bench.statistics import Interval
+from millpond.bench.tokens import TELLERS, Told
 
 _OUTLIERS_SHOWN_MAX: Final = 8
 _PERCENT: Final = 100
-_SHOWN: Final = ("ttft_ms", "total_ttft_ms", "span_ms")
+_FIRST: Final = ("ttft_ms", "total_ttft_ms", "span_ms")
+_LATER: Final = ("tpot_ms", "itl_ms", "e2el_ms")
+_CHANGED: Final = "What the cache changed: time without / time with"
+_TIMES: Final = "Times, intervals over requests and periods"
+_AFTER: Final = "After the first token"
 _METRIC_NAMES: Final = {"total_ttft_ms": "sum of TTFT", "span_ms": "begin to end"}
 
 
 def run_tables(analysis: Analysis) -> list[Table]:
     """Return the tables of one run, those without a row left out; the rest is in the record."""
     tables = [
-        effect_table([each for each in analysis.effects if each.metric in _SHOWN]),
-        _noise_table([each for each in analysis.noise_floor if each.metric in _SHOWN]),
-        _quantile_table([each for each in analysis.summaries if each.metric in _SHOWN]),
+        effect_table(_of(analysis.effects, _FIRST), title=_CHANGED),
+        _noise_table(_of(analysis.noise_floor, _FIRST)),
+        _quantile_table(_of(analysis.summaries, _FIRST), title=_TIMES),
         _token_table(analysis),
+        effect_table(_of(analysis.effects, _LATER), title=f"{_AFTER}: time without / time with"),
+        _quantile_table(_of(analysis.summaries, _LATER), title=f"{_AFTER}: times"),
         _cache_table(analysis),
         _drift_table(analysis),
         _outlier_table(analysis),
@@ -33,9 +40,16 @@ def run_tables(analysis: Analysis) -> list[Table]:
     return [table for table in tables if table.row_count]
 
 
-def effect_table(effects: Sequence[Effect]) -> Table:
+_Row = TypeVar("_Row", Effect, Summary)
+
+
+def _of(rows: Sequence[_Row], metrics: Sequence[str]) -> list[_Row]:
+    return [each for each in rows if each.metric in metrics]
+
+
+def effect_table(effects: Sequence[Effect], *, title: str) -> Table:
     """Return what each cache changed; every prompt is compared with itself."""
-    table = _table("What the cache changed: time without / time with", "what", "cache")
+    table = _table(title, "what", "cache")
     for name in ("without", "with", "ratio", "95 %", "pairs", "noise", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
     for effect in effects:
@@ -88,9 +102,9 @@ def difference_table(differences: Sequence[Difference]) -> Table:
     return table
 
 
-def _quantile_table(summaries: Sequence[Summary]) -> Table:
-    table = _table("Times, intervals over requests and periods", "what", "cache")
-    for name in ("n", "median", "95 %", "p90", "p99"):
+def _quantile_table(summaries: Sequence[Summary], *, title: str) -> Table:
+    table = _table(title, "what", "cache")
+    for name in ("requests", "median", "95 %", "p90", "p99"):
         table.add_column(name, justify="right", no_wrap=True)
     for summary in summaries:
         quantiles = summary.quantiles
@@ -98,7 +112,7 @@ def _quantile_table(summaries: Sequence[Summary]) -> Table:
         table.add_row(
             _row_name(summary.group, summary.part, summary.metric),
             summary.cache,
-            f"{summary.num_values:,}",
+            f"{summary.num_requests:,}",
             format_ms(quantiles["median"].value),
             "" if interval is None else f"{format_ms(interval.low)} to {format_ms(interval.high)}",
             format_ms(quantiles["p90"].value),
@@ -123,32 +137,61 @@ def _cache_table(analysis: Analysis) -> Table:
             f"{metrics['completed']:,}",
             f"{metrics['failed']:,}" if metrics["failed"] else "",
             *times,
-            f"{metrics['output_throughput']:,.1f}",
+            f"{rate:,.1f}" if (rate := metrics.get("output_throughput")) is not None else "",
         )
     return table
 
 
 def _token_table(analysis: Analysis) -> Table:
     table = _table("Where prompts came from, as shares of their tokens", "what", "cache")
-    for name in ("computed", "local", "pool: own", "pool: other's", "not told"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = {
+        "computed": "computed",
+        "local": "local",
+        "own": "pool: own",
+        "other": "pool: other's",
+        "found": "not computed",
+        "unknown": "not told",
+    }
+    known = [name for name in columns if any(getattr(each, name) for each in analysis.tokens)]
+    is_routed = any(each.num_routed for each in analysis.tokens)
+    for name in known:
+        table.add_column(columns[name], justify="right", no_wrap=True)
+    if is_routed:
+        table.add_column("moved by the router", justify="right", no_wrap=True)
     for tokens in analysis.tokens:
-        counts = (tokens.computed, tokens.local, tokens.own, tokens.other, tokens.unknown)
-        total = sum(counts)
+        counts = [cast("int", getattr(tokens, name)) for name in known]
         table.add_row(
             f"{tokens.group} {tokens.part}",
             tokens.cache,
-            *(f"{_PERCENT * count / total:.0f} %" if count else "" for count in counts),
+            *(f"{_PERCENT * count / tokens.total:.0f} %" if count else "" for count in counts),
+            *([f"{tokens.num_moved:,} of {tokens.num_routed:,}"] if is_routed else []),
         )
+    table.caption = "; ".join((*_told(analysis.told), *_read(analysis)))
+    return table
+
+
+def _told(told: Told) -> Iterator[str]:
+    tellers = [f"{TELLERS[teller]} ({num:,})" for teller, num in told.requests.items()]
+    yield f"by requests, told by {', '.join(tellers)}"
+    if told.num_both and not told.num_different:
+        yield f"of {told.num_both:,} the pool says the same as the router"
+    elif told.num_both:
+        yield (
+            f"of {told.num_different:,} of {told.num_both:,} the pool says otherwise than the "
+            f"router: {told.computed_difference:,} tokens computed and "
+            f"{told.loaded_difference:,} loaded apart"
+        )
+
+
+def _read(analysis: Analysis) -> Iterator[str]:
     read = [each for each in analysis.transfers if each.bytes_read]
-    if read:
+    rates = [each.gb_per_s for each in read if each.gb_per_s is not None]
+    if rates:
         total_gb = sum(each.bytes_read for each in read) / 1e9
-        rates = [each.gb_per_s for each in read]
-        table.caption = (
+        yield (
             f"{total_gb:,.2f} GB read from the pool in {len(read)} periods, "
             f"{min(rates):.3f} to {max(rates):.3f} GB/s over their whole time"
         )
-    return table
 
 
 def _drift_table(analysis: Analysis) -> Table:

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from millpond.bench.effects import Effect
+from millpond.bench.effects import Effect, noise_bound
 from millpond.bench.headlines import format_ms, payoff
 from millpond.bench.records import Period
 from millpond.bench.report.charts import Axis, Chart, linear_axis, log_axis
@@ -278,7 +278,7 @@ def payoffs(run: Run) -> list[Figure]:
             lines = {
                 other: shares
                 for other in others
-                if (shares := payoff(run.analysis.effects, workload.name, other))
+                if (shares := payoff(run.analysis.effects, workload, other))
             }
             if lines:
                 found.append(_payoff(run, workload.name, lines))
@@ -291,7 +291,7 @@ def _payoff(run: Run, name: str, lines: Mapping[str, Sequence[tuple[float, Effec
         for other, shares in lines.items()
     }
     noise = [
-        (_PERCENT * share, _noise_bound(effect.noise), effect.noise_source)
+        (_PERCENT * share, noise_bound(effect.noise), effect.noise_source)
         for share, effect in next(iter(lines.values()))
         if effect.noise is not None
     ]
@@ -336,11 +336,6 @@ def _saved(ratio: Estimate) -> Estimate:
 
 def _saved_percent(ratio: float) -> float:
     return _PERCENT * (1 - 1 / ratio)
-
-
-def _noise_bound(noise: Interval) -> float:
-    """Return how far a ratio has to be from 1 to lie beyond noise, as ``judge`` has it."""
-    return max(1.0, noise.high, 1 / noise.low)
 
 
 def _widened(outline: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

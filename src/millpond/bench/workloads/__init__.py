@@ -1,12 +1,20 @@
 """The workloads as pure generators: a scenario's table and a seed in, requests out."""
 
 from millpond.bench.scenario import Mixed, Moved, Sessions, Workload
-from millpond.bench.workloads.moved import mixed, moved
+from millpond.bench.workloads.moved import mixed, mixed_groups, moved
 from millpond.bench.workloads.replay import replay
 from millpond.bench.workloads.requests import Piece, Request, Role, token_ids
-from millpond.bench.workloads.sessions import sessions
+from millpond.bench.workloads.sessions import session_groups, sessions
 
-__all__ = ["Piece", "Request", "Role", "requests_of", "token_ids"]
+__all__ = [
+    "Piece",
+    "Request",
+    "Role",
+    "mixed_groups",
+    "requests_of",
+    "session_groups",
+    "token_ids",
+]
 
 
 def requests_of(workload: Workload, *, seed: str, num_replicas: int) -> list[Request]:

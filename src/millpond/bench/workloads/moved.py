@@ -30,12 +30,17 @@ def moved(workload: Moved, *, seed: str, num_replicas: int) -> list[Request]:
     return in_lanes(units, workload.concurrency)
 
 
+def mixed_groups(workload: Mixed) -> dict[str, float]:
+    """Return the groups of a mix with the share of each that moves."""
+    return {f"{workload.name} {share:g}": share for share in workload.moved_shares}
+
+
 def mixed(workload: Mixed, *, seed: str, num_replicas: int) -> list[Request]:
     """Return, for each prompt, a cold request and a repeated one, of which a share is moved."""
     units = [
         _unit(
             _Twice(
-                f"{workload.name} {share:g}",
+                group,
                 number,
                 workload.tokens,
                 workload.output_tokens,
@@ -46,7 +51,7 @@ def mixed(workload: Mixed, *, seed: str, num_replicas: int) -> list[Request]:
             is_moved=_is_chosen(number, share),
         )
         for number in range(workload.prompts)
-        for share in workload.moved_shares
+        for group, share in mixed_groups(workload).items()
     ]
     return in_lanes(units, workload.concurrency)
 

@@ -141,8 +141,12 @@ def _read_mooncake(path: Path) -> Iterator[_Traced]:
 
 
 def _read_sessions(path: Path) -> Iterator[_Traced]:
+    seen: set[str] = set()
     for document in _session_documents(path):
         name = str(document["id"])
+        if name in seen:
+            raise ValueError(f"two sessions have the id {name!r}")
+        seen.add(name)
         scope = f"session/{name}" if document.get("hash_id_scope", "local") == "local" else "trace"
         rows = cast("Sequence[Mapping[str, object]]", document["requests"])
         # What a session's agents of its own asked has no prefix in common with it, and no ids.

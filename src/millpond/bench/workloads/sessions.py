@@ -4,22 +4,26 @@ from millpond.bench.scenario import Sessions
 from millpond.bench.workloads.requests import Piece, Request, Role, in_lanes
 
 
+def session_groups(workload: Sessions) -> dict[str, int]:
+    """Return the groups of sessions with how many tokens each begins with."""
+    return {f"{workload.name} {tokens}": tokens for tokens in workload.initial_tokens}
+
+
 def sessions(workload: Sessions, *, seed: str, num_replicas: int) -> list[Request]:
     """Return the turns of all sessions. A turn's prompt begins with all of the one before."""
     units = [
-        _session(workload, seed, num_replicas, number=number, initial_tokens=initial_tokens)
+        _session(workload, seed, num_replicas, number=number, group=group)
         for number in range(workload.sessions)
-        for initial_tokens in workload.initial_tokens
+        for group in session_groups(workload)
     ]
     return in_lanes(units, workload.concurrency)
 
 
 def _session(
-    workload: Sessions, seed: str, num_replicas: int, *, number: int, initial_tokens: int
+    workload: Sessions, seed: str, num_replicas: int, *, number: int, group: str
 ) -> list[Request]:
-    group = f"{workload.name} {initial_tokens}"
     unit = f"{group}/{number}"
-    pieces = [Piece(f"{seed}/{unit}", initial_tokens)]
+    pieces = [Piece(f"{seed}/{unit}", session_groups(workload)[group])]
     turns: list[Request] = []
     for turn in range(workload.turns):
         if turn:
