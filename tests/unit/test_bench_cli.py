@@ -27,6 +27,7 @@ URLS = ("--url", "a=http://127.0.0.1:1", "--model", "m")
         (["moved-cpu", *URLS], ["--socket", "--caches off"]),
         (["moved-cpu", "--url", "a"], ["'a' is no replica", "a=http://"]),
         (["moved-cpu", "--router", "http://127.0.0.1:1"], ["--url"]),
+        (["moved-cpu", *URLS, "--caches", "off", "--access-log", "x"], ["--router"]),
         (["moved-cpu", *URLS, "--policy", "cost"], ["--policy", "--router"]),
         (["moved-cpu", "--policy", "cost"], ["--policy", "--switch live"]),
         (["moved-cpu", "--policy", "best", "--switch", "live"], ["router.policy", "'best'"]),

@@ -157,6 +157,8 @@ class Runner:
             scene.books.wait_written()
             scene.books.attribute(period.samples)
             period.traffic = since(before, scene.books.traffic())
+        if scene.router_log is not None:
+            scene.router_log.attribute(period.samples)
         period.is_complete = True
         write_json(self._file(plan), period)
 

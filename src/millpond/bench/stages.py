@@ -17,11 +17,12 @@ import httpx
 from millpond.bench.books import Books
 from millpond.bench.client import Target
 from millpond.bench.forgetting import Forgets, flush_engine, memory_of
+from millpond.bench.records import OFF
+from millpond.bench.routing import RouterLog
 from millpond.launch.rivals import RIVALS, RivalOptions
 from millpond.launch.system import Progress, System, SystemOptions
 from millpond.model.errors import ConfigError, SetupError
 
-OFF: Final = "off"
 MILLPOND: Final = "millpond"
 LIVE_CACHES: Final = (OFF, MILLPOND)
 """What can be switched while replicas run: the engine's own prefix cache alone, and the pool."""
@@ -35,7 +36,8 @@ _ANSWER_S_MAX: Final = 60.0
 class Scene:
     """One period's replicas. ``targets`` are asked, ``replicas`` flushed, ``books`` read.
 
-    The two differ where a router stands before the replicas; ``books`` is None without a pool.
+    The two differ where a router stands before the replicas, whose ``router_log`` is read if
+    there is one; ``books`` is None without a pool.
     ``rival`` is another cache in the pool's place.
     """
 
@@ -43,6 +45,7 @@ class Scene:
     replicas: Sequence[Target]
     books: Books | None
     rival: Forgets | None = None
+    router_log: RouterLog | None = None
 
     def flush(self) -> None:
         """Have engines and pool, or the other cache, forget every prefix.
@@ -75,11 +78,17 @@ class LiveStage:
     """Replicas that run already. ``socket`` None: there is no pool, so only ``off`` is there."""
 
     def __init__(
-        self, replicas: Sequence[Target], *, socket: Path | None, router: Target | None = None
+        self,
+        replicas: Sequence[Target],
+        *,
+        socket: Path | None,
+        router: Target | None = None,
+        access_log: Path | None = None,
     ) -> None:
         self._replicas = tuple(replicas)
         self._targets = self._replicas if router is None else (router,)
         self._socket = socket
+        self._router_log = None if access_log is None else RouterLog(access_log)
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +109,7 @@ class LiveStage:
                 books.switch(enabled=cache == MILLPOND)
             elif cache != OFF:
                 raise ConfigError(f"cache {cache!r} needs a pool: give its --socket")
-            scene = Scene(self._targets, self._replicas, books)
+            scene = Scene(self._targets, self._replicas, books, router_log=self._router_log)
             scene.flush()
             yield scene
 
@@ -164,10 +173,13 @@ class LaunchedStage:
             with _joined(system):
                 pass
             socket = None if options.pool is None else options.pool.socket
-            router = None
+            router = access_log = None
             if options.front is not None:
                 router = Target("router", system.front.url, options.model)
-            live = LiveStage(targets_of(system), socket=socket, router=router)
+                access_log = system.front.access_log
+            live = LiveStage(
+                targets_of(system), socket=socket, router=router, access_log=access_log
+            )
             self._live = stack.enter_context(live)
             self._stack = stack.pop_all()
         return self

@@ -80,6 +80,12 @@ def list_scenarios(context: Context, *, as_json: bool) -> None:
 @click.argument("scenario")
 @click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="A running replica.")
 @click.option("--router", metavar="URL", help="Ask this address, which places the requests.")
+@click.option(
+    "--access-log",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Of --router: who served what, and whence its tokens came.",
+)
 @click.option("--policy", metavar="POLICY", help="Start a router too, and ask it.")
 @click.option("--launch", metavar="N", help="Start that many replicas.  [default: 2]")
 @click.option("--model", metavar="MODEL", help="What vLLM takes.  [default: one made on the spot]")

@@ -43,6 +43,7 @@ class Asked:
 
     urls: tuple[str, ...]
     router: str | None
+    access_log: Path | None
     policy: str | None
     launch: str | None
     model: str | None
@@ -88,8 +89,10 @@ def place_of(
     names = _rival_names(asked)
     if asked.urls:
         return _running(asked)
-    if asked.router or asked.socket:
-        raise ConfigError("--router and --socket are of running replicas: give each with --url")
+    if asked.router or asked.socket or asked.access_log:
+        raise ConfigError(
+            "--router, --access-log and --socket are of running replicas: give each with --url"
+        )
     switch = asked.switch or "restart"
     if asked.policy and switch == "restart":
         raise ConfigError("--policy needs --switch live: without a pool no router is started")
@@ -168,7 +171,8 @@ def _files_in(asked: Asked) -> Path:
 
 
 def _running(asked: Asked) -> Place:
-    from millpond.bench.stages import OFF, LiveStage, live_targets
+    from millpond.bench.records import OFF
+    from millpond.bench.stages import LiveStage, live_targets
 
     if asked.switch == "restart" or asked.launch or asked.engine_args:
         raise ConfigError("replicas given with --url run already: they can't be started anew")
@@ -189,7 +193,9 @@ def _running(asked: Asked) -> Place:
     router = None
     if asked.router is not None:
         (router,) = live_targets({"router": asked.router}, model=asked.model)
-    stage = LiveStage(targets, socket=asked.socket, router=router)
+    if asked.access_log is not None and router is None:
+        raise ConfigError("--access-log is a router's: give its --router")
+    stage = LiveStage(targets, socket=asked.socket, router=router, access_log=asked.access_log)
     return Place(stage, len(targets), {"switch": "live", "urls": urls, "router": asked.router})
 
 
