@@ -157,10 +157,11 @@ class Chart:
         x = 100 * self.x.place(value)
         self._texts.append(f'<text class="below" x="{x:.4g}%" y="{y}">{_text(label)}</text>')
 
-    def svg(self) -> str:
-        """Return the markup, which is well-formed XML as well."""
+    def svg(self, alternative: str) -> str:
+        """Return the markup, which is well-formed XML as well, with what it says in words."""
         return (
-            f'<svg class="plot" height="{self.height}" role="img" aria-label="{_text(self.label)}">'
+            f'<svg class="plot" height="{self.height}" role="img" '
+            f'aria-label="{_text(alternative)}">'
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" '
             f'width="100%" height="100%">{"".join(self._shapes)}</svg>'
             f"{''.join(self._marks)}{''.join(self._texts)}</svg>"

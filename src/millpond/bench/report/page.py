@@ -99,15 +99,17 @@ def _section(title: str, figures: Sequence[Figure], what: str) -> str:
 
 
 def _figure(figure: Figure) -> str:
+    figures = "; ".join(f"{name} {value}" for _, name, value in figure.legend)
     legend = "".join(
-        f'<span class="key"><svg width="14" height="10"><circle cx="6" cy="5" r="5" '
-        f'class="{colour}"/></svg>{_text(name)} <b>{_text(value)}</b></span>'
+        f'<span class="key"><svg width="14" height="10" aria-hidden="true">'
+        f'<circle cx="6" cy="5" r="5" class="{colour}"/></svg>'
+        f"{_text(name)} <b>{_text(value)}</b></span>"
         for colour, name, value in figure.legend
     )
     notes = "".join(f'<span class="soft">{_text(note)}</span>' for note in figure.notes)
     return (
         f"<figure><figcaption><h3>{_text(figure.title)}</h3>{legend}{notes}</figcaption>"
-        f"{figure.chart.svg()}</figure>"
+        f"{figure.chart.svg(f'{figure.chart.label}. {figures}')}</figure>"
     )
 
 

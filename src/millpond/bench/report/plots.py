@@ -237,8 +237,19 @@ def _turns(run: Run, group: str, requests: Sequence[Request]) -> Figure | None:
         aside = 0.1 * (number - (len(medians) - 1) / 2)  # bars of two caches don't cover each other
         places = {turn + aside: estimate for turn, estimate in sorted(estimates.items())}
         _draw_estimates(chart, places, run.colours[cache])
-    legend = [(run.colours[cache], cache, "") for cache in medians]
-    return Figure(group, chart, legend)
+    legend = [
+        (
+            run.colours[cache],
+            cache,
+            " → ".join(format_ms(each.value) for each in _first_last(found)),
+        )
+        for cache, found in medians.items()
+    ]
+    return Figure(group, chart, legend, ["medians of the first and the last turn"])
+
+
+def _first_last(estimates: Mapping[int, Estimate]) -> Sequence[Estimate]:
+    return [estimates[turn] for turn in dict.fromkeys((min(estimates), max(estimates)))]
 
 
 def _by_turn(requests: Sequence[Request]) -> dict[int, Estimate]:
@@ -318,7 +329,11 @@ def _payoff(run: Run, name: str, lines: Mapping[str, Sequence[tuple[float, Effec
     for other, places in saved.items():
         _draw_estimates(chart, places, run.colours[other])
     notes = [f"grey: noise by {noise[0][2]}"] if noise else ["noise is not known"]
-    legend = [(run.colours[other], other, "") for other in saved]
+    legend = [
+        (run.colours[other], other, f"{each.value:+.0f} % with {share:g} % moved")
+        for other, places in saved.items()
+        for share, each in (max(places.items()),)
+    ]
     return Figure(name, chart, legend, notes)
 
 
