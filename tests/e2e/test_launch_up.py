@@ -16,16 +16,20 @@ import pytest
 from millpond.cli.exits import Exit
 from millpond.launch.guard import descendants
 from millpond.launch.resources import pick_ports
-from millpond.launch.tiny import make_attention
+from millpond.launch.tiny import make_attention, make_hybrid
+from millpond.service.client import AdminClient
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager
-def up(model: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def up(
+    model: str, folder: Path, *options: str, num_replicas: int = 1
+) -> Iterator[subprocess.Popen[str]]:
     (folder / "temp").mkdir()
-    argv = [sys.executable, "-m", "millpond.cli", "up", "--model", model, "--replicas", "1"]
+    argv = [sys.executable, "-m", "millpond.cli", "up", "--model", model]
+    argv += ["--replicas", str(num_replicas), *options]
     argv += ["--pool", "16MiB", "--socket", str(folder / "up.sock"), "--run-dir", str(folder)]
     argv += ["--port", str(pick_ports(2, None)[0])]
     argv += ["--", "--max-model-len", "2048"]
@@ -124,3 +128,46 @@ def test_a_system_that_is_still_starting_can_be_ended(
         timeout_s=60,
     )
     assert list((folder / "temp").iterdir()) == []
+
+
+@pytest.mark.engines
+def test_a_hybrid_shares_without_being_told_anything(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Left alone, vLLM keeps no state of a prompt that it sees for the first time."""
+    hybrid = str(make_hybrid(tmp_path_factory.mktemp("hybrid"), seed=1).path)
+    ids = [20 + i * i % 1999 for i in range(3 * 256 + 40)]
+    body = {"model": hybrid, "prompt": ids, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with up(hybrid, folder, "--policy", "round-robin", num_replicas=2) as process:
+        text = read_until(process, "ready after")
+        url = next(word for word in text.split() if word.startswith("http://"))
+
+        def ask() -> httpx.Response:
+            answer = httpx.post(f"{url}/completions", json=body, trust_env=False, timeout=120)
+            return answer.raise_for_status()
+
+        with AdminClient.connect(str(folder / "up.sock"), timeout_s=30) as admin:
+            eventually(
+                lambda: (
+                    {(c["replica"], c["role"]) for c in admin.status()["service"]["clients"]}
+                    >= {(name, role) for name in "ab" for role in ("scheduler", "worker")}
+                ),
+                "both replicas have joined",
+                timeout_s=30,
+            )
+            cold = ask()
+            eventually(
+                lambda: admin.status()["pool"]["num_write_leases"] == 0, "stored", timeout_s=30
+            )
+        moved = ask()
+        process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=60)
+    assert "--block-size 256  (a state needs 256 tokens of pages" in printed
+    replicas = {answer.headers["x-millpond-replica"] for answer in (cold, moved)}
+    assert replicas == {"a", "b"}
+    assert moved.json()["choices"][0]["text"] == cold.json()["choices"][0]["text"]
+    lines = [json.loads(line) for line in (folder / "router.jsonl").read_text().splitlines()]
+    loaded = [
+        each["attribution"]["loaded_tokens"] for each in lines if each["path"] == "/v1/completions"
+    ]
+    assert loaded == [0, 3 * 256]
