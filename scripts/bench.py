@@ -45,6 +45,8 @@ TARGETS = {
     "index_mb_per_million_blocks": ("<=", 400.0),
     "router_ttft_16_overhead_ms": ("<=", 2.0),
     "router_throughput_ratio": (">=", 0.95),
+    "analysis_1536_samples_s": ("<=", 3.0),
+    "analysis_44800_samples_s": ("<=", 30.0),
 }
 
 Figures = Mapping[str, object]
@@ -75,6 +77,7 @@ MEASUREMENTS = (
     Measurement("checksums", "checksums.py", (), ("--mib", "64", "--rounds", "3")),
     Measurement("router", "router.py", (), ("--rounds", "1", "--seconds", "1")),
     Measurement("identity", "identity.py", (), ("--rounds", "1")),
+    Measurement("analysis", "analysis.py", (), ("--samples", "800")),
     Measurement("replicas", "replicas.py", (), ("--rounds", "1", "--pairs", "4")),
 )
 

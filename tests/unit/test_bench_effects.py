@@ -441,7 +441,7 @@ def test_sentences_say_first_what_moved_and_cold_requests_and_sessions_did() -> 
             )
             for i in range(8)
         ]
-    verdicts, moved, cold, total, span = headlines(scenario, analyse(made))
+    verdicts, moved, cold, session = headlines(scenario, analyse(made))
     assert re.fullmatch(
         r"millpond against off: moved requests [34]\.\d\d times as fast \(faster beyond noise\); "
         r"cold requests 1\.00 times as fast \(within noise\); "
@@ -454,8 +454,8 @@ def test_sentences_say_first_what_moved_and_cold_requests_and_sessions_did() -> 
     assert "by A/A rounds" in moved
     assert cold.startswith("cold requests, g: TTFT")
     assert "within noise" in cold
-    assert total.startswith("sessions, talk 9: sum of TTFT")
-    assert span.startswith("sessions, talk 9: whole session")
+    assert session.startswith("sessions, talk 9: sum of TTFT 207 ms → 107 ms, 1.9")
+    assert "; whole session 1.13 s → 1.08 s, 1.0" in session
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from millpond.bench.workloads import mixed_groups, session_groups
 
 _TTFT = "ttft_ms"
 _TOTAL = "total_ttft_ms"
+_SPAN = "span_ms"
 _PARTS = {"moved": "moved requests", "cold": "cold requests", "any": "requests"}
 _EXPECTED: Final[dict[str, Verdict]] = {"moved": "faster", "cold": "within noise"}
 _OF_SESSIONS: Final[dict[str, Verdict]] = {"alternate": "faster", "fixed": "within noise"}
@@ -103,11 +104,15 @@ def _of_part(scenario: Scenario, effects: Iterable[Effect], part: str) -> list[E
 
 def _sessions(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
     for placement, expected in _OF_SESSIONS.items():
-        for effect in _of_sessions(scenario, analysis.effects, placement):
-            what = "sum of TTFT" if effect.metric == _TOTAL else "whole session"
-            said = f"{_named(analysis, effect)}sessions, {effect.group}: {what} {_change(effect)}"
-            is_first = effect.metric == _TOTAL
-            yield said + (_because(analysis, effect, expected) if is_first else "")
+        effects = _of_sessions(scenario, analysis.effects, placement)
+        spans = {(each.group, each.other): each for each in effects if each.metric == _SPAN}
+        for effect in (each for each in effects if each.metric == _TOTAL):
+            span = spans[effect.group, effect.other]
+            said = (
+                f"{_named(analysis, effect)}sessions, {effect.group}: sum of TTFT "
+                f"{_change(effect)}; whole session {_times(span)}, {_ratio(span)}"
+            )
+            yield said + _because(analysis, effect, expected)
 
 
 def _of_sessions(scenario: Scenario, effects: Iterable[Effect], placement: str) -> list[Effect]:
@@ -167,8 +172,11 @@ def payoff(effects: Sequence[Effect], workload: Mixed, other: str) -> list[tuple
 
 
 def _change(effect: Effect) -> str:
-    times = f"{format_ms(effect.base_median_ms)} -> {format_ms(effect.other_median_ms)}"
-    return f"{times}, {_ratio(effect)}, {_percent(effect)}: {_verdict(effect)}"
+    return f"{_times(effect)}, {_ratio(effect)}, {_percent(effect)}: {_verdict(effect)}"
+
+
+def _times(effect: Effect) -> str:
+    return f"{format_ms(effect.base_median_ms)} → {format_ms(effect.other_median_ms)}"
 
 
 def _ratio(effect: Effect) -> str:
