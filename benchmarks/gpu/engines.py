@@ -78,11 +78,17 @@ class Start:
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine says of itself. ``step_tokens`` is its largest step in whole blocks."""
+    """What an engine says of itself. ``step_tokens`` is its largest step in whole blocks.
+
+    ``attention_token_bytes`` is what all attention layers keep of a token, ``state_bytes`` one
+    state of all recurrent layers, both without padding.
+    """
 
     block_tokens: int
     step_tokens: int
     num_kv_tokens: int
+    attention_token_bytes: int
+    state_bytes: int
     vllm: str
     torch: str
     device: str
@@ -128,9 +134,16 @@ class Replica:
         self._pipe.send(("serve", (list(asks), None)))
         return self._answer
 
-    def forget(self) -> None:
-        """Empty the engine's own cache of prefixes, and nothing else."""
-        self._call("forget")
+    def forget(self, *, with_connector: bool = False) -> None:
+        """Empty the engine's own cache of prefixes, and nothing else.
+
+        ``with_connector`` empties what its connector keeps for this engine alone as well.
+        """
+        self._call("forget", with_connector)
+
+    def is_registered(self, num_bytes: int) -> bool:
+        """Say whether the engine can copy from and to the first ``num_bytes`` of its pool."""
+        return self._call("is_registered", num_bytes)
 
     def mend(self, *, enabled: bool) -> bool:
         """Turn the connector's remedy for diverging local hits on or off.
@@ -212,6 +225,7 @@ class _Engine:
             block_tokens=block,
             step_tokens=config.scheduler_config.max_num_batched_tokens // block * block,
             num_kv_tokens=int(cache.num_gpu_blocks) * block,
+            **self._bytes_kept(),
             vllm=vllm.__version__,
             torch=str(torch.__version__),
             device=torch.cuda.get_device_name() if has_gpu else "cpu",
@@ -222,9 +236,30 @@ class _Engine:
         while not asked.poll(0.0 if self._scheduler.has_requests() else None):
             self._engine.step()
 
-    def forget(self) -> None:
+    def _bytes_kept(self) -> dict[str, int]:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        from millpond.connector.versions import layer_spec, page_bytes
+
+        attention = state = 0
+        for group in self._scheduler.kv_cache_config.kv_cache_groups:
+            for layer in group.layer_names:
+                spec = layer_spec(group.kv_cache_spec, layer)
+                if isinstance(spec, MambaSpec):
+                    state += page_bytes(spec)
+                else:
+                    attention += page_bytes(spec) // spec.block_size
+        return {"attention_token_bytes": attention, "state_bytes": state}
+
+    def is_registered(self, num_bytes: int) -> bool:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker: Any = get_kv_transfer_group()._worker  # noqa: SLF001
+        return worker._copy_engine.is_ready(num_bytes)  # noqa: SLF001
+
+    def forget(self, with_connector: bool) -> None:  # noqa: FBT001 - comes over the pipe
         deadline_s = time.monotonic() + FORGET_S
-        while not self._llm.reset_prefix_cache():
+        while not self._llm.reset_prefix_cache(reset_connector=with_connector):
             if time.monotonic() > deadline_s:
                 raise RuntimeError("the engine's own cache of prefixes is in use")
             self._engine.step()

@@ -213,6 +213,10 @@ class Results:
         self._data["engine"] = asdict(facts) | more
         self._save()
 
+    def say(self, **facts: object) -> None:
+        """Note something about the whole run."""
+        self._data |= facts
+
     def row(self, **row: object) -> None:
         """Add a row: one line on stdout, without its ``samples_s``, and the file."""
         self._rows.append(row)

@@ -1,0 +1,348 @@
+"""The same moved requests with Millpond and with another cache, interleaved request by request.
+
+    python benchmarks/gpu/rivals.py --model MODEL --rival lmcache|vllm-fs [--engine JSON]
+                                    [--lengths 32768,131072] [--prompts 1] [--repeats 5]
+                                    [--rival-size 64GiB] [--json PATH] [--alone]
+
+Two pairs of replicas: Millpond's on the first GPU, the other cache's on the second one, each
+pair on one GPU. With one GPU, or with --alone, one pair runs after the other, and the same
+prompts are not interleaved. Replica a of each pair computes a prompt; then b, --repeats times:
+forgets its own prefixes, asks (moved), asks again (local). For vllm-fs b also forgets what its
+connector keeps in memory of its own, or from the second time on nothing would be moved.
+
+The other caches are set up as their documentation says (``millpond.launch.rivals``): LMCache's
+multiprocess server with one block a step for a hybrid, vLLM's tiering over files in shared
+memory. Beside the times: the memory that the prompt takes in the pool and in the other cache,
+and the bytes of its attention pages.
+
+A 27B hybrid in fp8 with two H200s takes about six minutes with lmcache (4 for the start of the
+engines, 0.5 for 32k, 1.5 for 128k), and five with vllm-fs. Ends with 1 where Millpond is not
+ahead, where its tokens differ, or where it takes more than 1.15 times the attention bytes.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from engines import Answer, Replica, Start
+from runs import (
+    Clock,
+    Pool,
+    Prompts,
+    Results,
+    engine_arguments,
+    gpus_for,
+    loaded_bytes,
+    median,
+    parser,
+    rounded,
+    running,
+    running_pool,
+    say,
+    start_of,
+    warm_up,
+)
+
+from millpond.config.values import parse_size
+from millpond.launch.process import GuardedProcess, ProcessSpec
+from millpond.launch.resources import visible_gpus
+from millpond.launch.rivals import (
+    RIVALS,
+    VLLM_FS,
+    Lmcache,
+    Rival,
+    RivalOptions,
+    check_rival,
+    make_rival,
+)
+
+MEMORY_RATIO_MAX = 1.15
+READY_S = 120.0
+QUIET_S = 1.0
+SETTLE_S = 60.0
+
+
+@dataclass
+class Pair:
+    """Two replicas that share a cache. ``used_bytes`` waits until all is written."""
+
+    cache: str
+    a: Replica
+    b: Replica
+    used_bytes: Callable[[], int]
+    forgets_connector: bool = False
+    cold: list[Answer] = field(default_factory=list)
+    moved: list[Answer] = field(default_factory=list)
+    local: list[Answer] = field(default_factory=list)
+    added_bytes: list[int] = field(default_factory=list)
+    same_tokens: list[bool] = field(default_factory=list)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Have a compute a prompt."""
+        before = self.used_bytes()
+        self.cold.append(self.a.ask(prompt))
+        self.added_bytes.append(self.used_bytes() - before)
+
+    def move(self, prompt: Sequence[int]) -> None:
+        """Have b answer it twice: moved, and from its own memory."""
+        self.b.forget(with_connector=self.forgets_connector)
+        self.moved.append(self.b.ask(prompt))
+        self.local.append(self.b.ask(prompt))
+        expected = self.cold[-1].tokens
+        self.same_tokens += [each[-1].tokens == expected for each in (self.moved, self.local)]
+        self.used_bytes()
+
+    def take_row(self, length: int) -> dict[str, object]:
+        """Return what was measured since the last row."""
+        row: dict[str, object] = {
+            "cache": self.cache,
+            "prompt_tokens": length,
+            "cold_s": rounded(answer.ttft_s for answer in self.cold),
+            "moved_s": rounded(answer.ttft_s for answer in self.moved),
+            "local_s": rounded(answer.ttft_s for answer in self.local),
+            "moved_median_s": median([answer.ttft_s for answer in self.moved]),
+            "cached_tokens": [answer.cached_tokens for answer in self.moved],
+            "added_bytes": self.added_bytes,
+            "same_tokens": self.same_tokens,
+        }
+        self.cold, self.moved, self.local = [], [], []
+        self.added_bytes, self.same_tokens = [], []
+        return row
+
+
+@contextlib.contextmanager
+def millpond_pair(
+    asked: argparse.Namespace, arguments: dict[str, Any], gpu: str | None
+) -> Generator[Pair]:
+    """Start a pool and two replicas at it."""
+    with running_pool(asked) as socket:
+        starts = {name: start_of(arguments, gpu, name=name, socket=socket) for name in ("a", "b")}
+        with running(starts) as (a, b):
+            pool = Pool(socket)
+            pool.wait_joined("a", "b")
+
+            def used_bytes() -> int:
+                return int(pool.settle()["pool"]["bytes"]["committed"])
+
+            yield Pair("millpond", a, b, used_bytes)
+            say(f"loaded by b: {loaded_bytes(pool.settle(), 'b')} bytes")
+
+
+@contextlib.contextmanager
+def rival_pair(
+    asked: argparse.Namespace, arguments: dict[str, Any], gpu: str | None, block_tokens: int | None
+) -> Generator[Pair]:
+    """Start another cache and two replicas at it."""
+    options = RivalOptions(
+        name=asked.rival,
+        size_bytes=parse_size(asked.rival_size),
+        hybrid_block_tokens=block_tokens,
+    )
+    rival = make_rival(options, 2)
+    with contextlib.ExitStack() as stack:
+        if isinstance(rival, Lmcache):
+            stack.enter_context(running_server(rival, gpu))
+        members = {name: rival.membership(name) for name in ("a", "b")}
+        starts = {
+            name: Start(
+                arguments | keywords(member.engine_args),
+                gpu,
+                dict(member.transfer),
+                environ=dict(member.environ),
+                sharpen=arguments.get("load_format") == "dummy",
+            )
+            for name, member in members.items()
+        }
+        for path in {path for member in members.values() for path in member.leftovers}:
+            stack.callback(remove, path)
+        a, b = stack.enter_context(running(starts))
+        used = used_by(rival)
+        yield Pair(asked.rival, a, b, lambda: quiet(used), asked.rival == VLLM_FS)
+
+
+@contextlib.contextmanager
+def running_server(rival: Lmcache, gpu: str | None) -> Generator[None]:
+    """Run LMCache's server, which sees the GPU of its replicas."""
+    environ = dict(os.environ) | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    with tempfile.TemporaryDirectory(prefix="millpond-lmcache-") as folder:
+        log = Path(folder, "lmcache.log")
+        process = GuardedProcess(
+            ProcessSpec(
+                name="lmcache",
+                argv=rival.server_argv(Path(sys.executable)),
+                environ=rival.server_environ(environ),
+                log_file=log,
+                grace_s=5.0,
+            )
+        )
+        try:
+            deadline_s = time.monotonic() + READY_S
+            while not rival.is_ready():
+                if process.status is not None or time.monotonic() > deadline_s:
+                    sys.exit(f"LMCache's server did not start:\n{process.log_tail(25)}")
+                time.sleep(0.2)
+            yield
+        finally:
+            process.ask_to_stop()
+            process.wait_stopped()
+
+
+def keywords(flags: Sequence[str]) -> dict[str, Any]:
+    """Return command-line arguments of vLLM as arguments of ``vllm.LLM``."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return {
+        name.removeprefix("--").replace("-", "_"): int(value) if value.isdigit() else value
+        for name, value in pairs
+    }
+
+
+def used_by(rival: Rival) -> Callable[[], int]:
+    """Return what tells the bytes that a cache holds."""
+    if isinstance(rival, Lmcache):
+        url = f"{rival.url}/status"
+
+        def used() -> int:
+            answer = httpx.get(url, timeout=10.0, trust_env=False).json()
+            return int(answer["storage_manager"]["l1_manager"]["memory_used_bytes"])
+
+        return used
+    files = rival.files
+
+    def on_disk() -> int:
+        return sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
+
+    return on_disk
+
+
+def quiet(used: Callable[[], int]) -> int:
+    """Wait until a cache has held the same for a while; return how much."""
+    deadline_s = time.monotonic() + SETTLE_S
+    value, since_s = used(), time.monotonic()
+    while time.monotonic() - since_s < QUIET_S:
+        time.sleep(0.1)
+        now = used()
+        if now != value:
+            value, since_s = now, time.monotonic()
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"the cache still changes after {SETTLE_S:g} s")
+    return value
+
+
+def remove(path: Path) -> None:
+    """Remove what a cache has left behind."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def measure(
+    pairs: Sequence[Pair], prompts: Sequence[Sequence[int]], repeats: int, clock: Clock
+) -> None:
+    """Take prompts through all pairs, which take turns."""
+    for number, prompt in enumerate(prompts):
+        for pair in pairs:
+            clock.say(f"{len(prompt)} tokens, cold, {pair.cache}")
+            pair.begin(prompt)
+        for repeat in range(repeats):
+            for pair in pairs if (number + repeat) % 2 == 0 else reversed(pairs):
+                pair.move(prompt)
+
+
+def compare(results: Results, facts: Any, rows: dict[str, dict[str, Any]], length: int) -> None:  # noqa: ANN401
+    """Add the row that holds both beside each other, and its bounds."""
+    own = rows["millpond"]
+    (other,) = [row for cache, row in rows.items() if cache != "millpond"]
+    whole_blocks = length // facts.block_tokens * facts.block_tokens
+    attention = whole_blocks * facts.attention_token_bytes
+    ratio = other["moved_median_s"] / own["moved_median_s"]
+    memory = {cache: median(row["added_bytes"]) / attention for cache, row in rows.items()}
+    results.row(
+        what="compared",
+        prompt_tokens=length,
+        rival=other["cache"],
+        moved_median_s={cache: row["moved_median_s"] for cache, row in rows.items()},
+        rival_vs_millpond_ratio=round(ratio, 2),
+        cold_s={cache: median(row["cold_s"]) for cache, row in rows.items()},
+        attention_bytes=attention,
+        state_bytes=facts.state_bytes,
+        memory_vs_attention_ratio={cache: round(each, 3) for cache, each in memory.items()},
+    )
+    results.at_least(f"moved at {length}, {other['cache']} / millpond", ratio, 1.0)
+    name = f"pool memory / attention bytes at {length}"
+    results.at_most(name, memory["millpond"], MEMORY_RATIO_MAX)
+    results.true(f"same tokens at {length}", holds=all(own["same_tokens"]))
+
+
+def run(asked: argparse.Namespace, results: Results, clock: Clock) -> None:
+    """Start what fits beside each other, and measure."""
+    lengths = [int(length) for length in asked.lengths.split(",")]
+    arguments = engine_arguments(asked, max(lengths))
+    drawn = Prompts(asked.seed, asked.token_ids)
+    prompts = {length: [drawn.draw(length) for _ in range(asked.prompts)] for length in lengths}
+    beside = len(visible_gpus(dict(os.environ))) > 1 and not asked.alone
+    gpus = gpus_for(2, same=not beside)
+    results.say(interleaved=beside)
+    rows: dict[int, dict[str, dict[str, Any]]] = {length: {} for length in lengths}
+
+    def measure_pairs(pairs: Sequence[Pair]) -> None:
+        for pair in pairs:
+            warm_up((pair.a, pair.b), drawn, max(lengths))
+        for length in lengths:
+            measure(pairs, prompts[length], asked.repeats, clock)
+            for pair in pairs:
+                row = pair.take_row(length)
+                rows[length][pair.cache] = row
+                results.row(**row)
+
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(millpond_pair(asked, arguments, gpus[0]))
+        facts = own.a.facts
+        results.facts(facts)
+        block = facts.block_tokens if facts.state_bytes else None
+        if beside:
+            with rival_pair(asked, arguments, gpus[1], block) as other:
+                measure_pairs([own, other])
+        else:
+            measure_pairs([own])
+    if not beside:
+        with rival_pair(asked, arguments, gpus[1], block) as other:
+            measure_pairs([other])
+    for length, by_cache in rows.items():
+        compare(results, facts, by_cache, length)
+
+
+def main() -> None:
+    """Measure and print."""
+    made = parser(__doc__)
+    made.add_argument("--rival", choices=RIVALS, required=True)
+    made.add_argument("--lengths", default="32768,131072")
+    made.add_argument("--prompts", type=int, default=1, help="of each length")
+    made.add_argument("--repeats", type=int, default=5, help="moved, of each prompt")
+    made.add_argument("--rival-size", default="64GiB")
+    made.add_argument("--alone", action="store_true", help="one pair after the other")
+    asked = made.parse_args()
+    check_rival(
+        RivalOptions(name=asked.rival, size_bytes=parse_size(asked.rival_size)),
+        "cuda" if visible_gpus(dict(os.environ)) else "cpu",
+    )
+    lengths = [int(length) for length in asked.lengths.split(",")]
+    prefill_s = sum(length / 11_000 + (length / 46_000) ** 2 * 0.5 for length in lengths)
+    # LMCache's small steps take nearly twice as long.
+    waiting_s = len(lengths) * asked.prompts * asked.repeats * 6
+    results = Results(asked)
+    run(asked, results, Clock(230 + 3 * prefill_s * asked.prompts + waiting_s))
+    results.finish()
+
+
+if __name__ == "__main__":
+    main()
