@@ -27,6 +27,7 @@ from millpond.service.client import AdminClient
 SETTLE_S = 60.0
 POLL_S = 0.02
 WARM_UP_TOKENS = 9000
+ANSWER_TOKENS = 64
 ADMIN_TIMEOUT_S = 10.0
 
 
@@ -88,7 +89,7 @@ def engine_arguments(asked: argparse.Namespace, longest: int) -> dict[str, Any]:
     return {
         "model": asked.model,
         "skip_tokenizer_init": True,
-        "max_model_len": longest + 256,
+        "max_model_len": longest + ANSWER_TOKENS,
         "enable_prefix_caching": True,
         **asked.engine,
     }

@@ -9,10 +9,11 @@ A session begins with so many tokens on replica a, and grows by an answer of --o
 
 The pool is switched, not the engines restarted: "off" is the same two engines with the pool
 switched off, and both engines and the pool forget everything before each turn-over.
-To save time the sessions of a group go through their turns in step, as many as the engine's
-memory holds beside each other (--group): first tokens one at a time, with nothing else going on,
-then the rest of all answers of a turn as one batch. Both ways of a session share its first
-turn, and differ in what they add from the second turn on, so that neither finds the other's.
+To save time the sessions of a group go through their turns in step, as many as engine and pool
+hold beside each other (--group; a pool of 64 GiB holds five of 128k): first tokens one at a
+time, with nothing else going on, then the rest of all answers of a turn as one batch. Both ways
+of a session share its first turn, and differ in what they add from the second turn on, so that
+neither finds the other's.
 --no-decode draws answers instead of decoding them, so that the next turn computes them too.
 
 A 27B hybrid in fp8, with two GPUs: 2 minutes for the start, 2.5 for five sessions from 32k, and
@@ -43,6 +44,8 @@ from runs import (
     start_of,
     warm_up,
 )
+
+from millpond.config.values import parse_size
 
 WAYS = ("alternate", "fixed")
 GAIN_MIN = 0.35
@@ -258,9 +261,12 @@ def summarize(bench: Bench, length: int, sums: dict[str, dict[str, list[float]]]
 
 
 def group_size(bench: Bench, length: int) -> int:
-    """Return how many sessions the smaller engine keeps beside each other, both ways of each."""
+    """Return how many sessions the smaller engine keeps beside each other, both ways of each.
+
+    The pool has to hold them too.
+    """
     asked = bench.asked
-    needed = 0
+    needed = first_turn = 0.0
     for replica in (bench.a, bench.b):
         facts = replica.facts
         # One state for each step of the first turn, as large as three blocks in a 27B hybrid.
@@ -268,7 +274,9 @@ def group_size(bench: Bench, length: int) -> int:
         turn = asked.growth + asked.output + 2 * facts.block_tokens
         whole = first_turn + len(WAYS) * asked.turns * turn
         needed = max(needed, whole / facts.num_kv_tokens)
-    return max(1, int(USABLE_RATIO / needed))
+    session_bytes = first_turn * bench.a.facts.attention_token_bytes
+    in_pool = parse_size(asked.pool) * USABLE_RATIO / session_bytes
+    return max(1, int(min(USABLE_RATIO / needed, in_pool)))
 
 
 def expected_s(asked: argparse.Namespace) -> float:
