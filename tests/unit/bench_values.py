@@ -4,9 +4,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from millpond.bench.effects import Effect
+from millpond.bench.periods import plan_periods
 from millpond.bench.records import Period, Plan, Sample
+from millpond.bench.scenario import Design, Moved, Scenario
 from millpond.bench.workloads import Role
 
+PLANS = plan_periods(Design(rounds=1, aa_rounds=1), ["off", "millpond"])
+SCENARIO = Scenario(name="s", description="d", workload=(Moved(name="g", lengths=(1,), prompts=1),))
 Times = Callable[[Plan, int], float]
 """TTFT in milliseconds of prompt i in a period."""
 
@@ -55,3 +60,19 @@ def noisy(times: Times, *, share: float, seed: int) -> Times:
     """Return ``times`` with a spread of that share, drawn anew for each value."""
     generator = np.random.default_rng(seed)
     return lambda plan, i: times(plan, i) * float(generator.lognormal(0.0, share))
+
+
+def base_ms(i: int) -> float:
+    """Prompts differ a hundredfold: only pairing sees an effect of a few percent."""
+    return 10.0 * (1 + 10 * i)
+
+
+def planted(ratio: float) -> Times:
+    """Return times that the cache divides by ``ratio``."""
+    return lambda plan, i: base_ms(i) / (ratio if plan.cache == "millpond" else 1.0)
+
+
+def ttft(effects: list[Effect], part: str = "moved") -> Effect:
+    """Return the one effect on TTFT."""
+    (found,) = [each for each in effects if (each.part, each.metric) == (part, "ttft_ms")]
+    return found
