@@ -8,7 +8,7 @@ touch of a shared segment, then its registration with CUDA in one call. Then two
 started, which find no pool, and after them the pool, as a daemon that is started anew beside
 running engines: the time counts from there. New prompts are asked of a and then of b, until b
 has loaded one ("served"). "Ready" is when the kernel has given all memory and both replicas have
-registered all of it. Meanwhile requests go on, one a second.
+registered all of it; nothing is asked any more by then, or the last second would be a guess.
 
 With --plain no engines are started: two processes with nothing but a CUDA context register the
 pool, for machines or GPUs without room for the model. Only "ready" is measured then.
@@ -195,28 +195,29 @@ def follow(
     holders: Sequence[Replica | PlainContext],
     ask: "Asking | None",
 ) -> dict[str, float | None]:
-    """Wait until the pool is ready everywhere; ask meanwhile. Return when what was so."""
+    """Wait until the pool is ready everywhere and has served. Return when what was so."""
     taken_s: float | None = None
+    ready_s: float | None = None
     served_s: float | None = None
     while True:
         if taken_s is None and started.taken_bytes >= started.size_bytes:
             taken_s = round(started.since_s, 2)
             say(f"memory taken after {taken_s} s")
-        if ask is not None and ask.is_due() and ask.served() and served_s is None:
+        if served_s is None and ask is not None and ask.is_due() and ask.served():
             served_s = round(started.since_s, 2)
             say(f"served after {served_s} s")
-        is_ready = taken_s is not None and all(
-            [holder.is_registered(started.size_bytes) for holder in holders]
-        )
-        if is_ready and (ask is None or served_s is not None):
-            return {"served_s": served_s, "taken_s": taken_s, "ready_s": round(started.since_s, 2)}
+        registered = [holder.is_registered(started.size_bytes) for holder in holders]
+        if ready_s is None and taken_s is not None and all(registered):
+            ready_s = round(started.since_s, 2)
+        if ready_s is not None and (ask is None or served_s is not None):
+            return {"served_s": served_s, "taken_s": taken_s, "ready_s": ready_s}
         if started.since_s > READY_S_MAX:
             raise RuntimeError(f"not ready after {READY_S_MAX:g} s")
         time.sleep(POLL_S)
 
 
 class Asking:
-    """Asks new prompts of a, then of b, once a second; keeps every time to the first token."""
+    """Asks new prompts of a, then of b, once a second at most; keeps all times."""
 
     def __init__(
         self, replicas: Sequence[Replica], pool: Pool, prompts: Prompts, num_tokens: int
