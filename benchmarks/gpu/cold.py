@@ -27,22 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engines import Answer, Ask, Replica
-from runs import (
-    Clock,
-    Pool,
-    Prompts,
-    Results,
-    counts,
-    engine_arguments,
-    gpus_for,
-    median,
-    parser,
-    rounded,
-    running,
-    running_pool,
-    start_of,
-    warm_up,
-)
+from runs import Bench, counts, median, on_and_off, parser, prefill_s, rounded
 
 COLD_RATIO_MAX = 1.02
 EXACT_RATIO_MAX = 0.5
@@ -51,35 +36,15 @@ NUM_LOGPROBS = 20
 AGAIN_REPEATS = 3
 SAME_MAX = 0.15
 """Between two ways to cut the same prompt into steps; a wrong state changes several times that."""
-PREFILL_TOKENS_S = 11_000
 
 
-@dataclass
-class Bench:
-    """What all rows need."""
-
-    on: Replica
-    off: Replica
-    pool: Pool
-    prompts: Prompts
-    results: Results
-    clock: Clock
-
-    def forget(self) -> None:
-        """Leave nothing cached: not in the engines, not in the pool."""
-        self.pool.settle()
-        self.on.forget()
-        self.off.forget()
-        self.pool.flush()
-
-    def both(self, number: int, ask: Callable[[Replica], Answer]) -> tuple[Answer, Answer]:
-        """Ask both, in turns of ON OFF OFF ON; return the answers as on, off."""
-        order = [self.on, self.off] if number % 2 == 0 else [self.off, self.on]
-        answers: dict[str, Answer] = {}
-        for replica in order:
-            answers[replica.name] = ask(replica)
-            self.pool.settle()  # or the copies of one would go on beside the other
-        return answers["on"], answers["off"]
+def ask_both(bench: Bench, number: int, ask: Callable[[Replica], Answer]) -> tuple[Answer, Answer]:
+    """Ask both, in turns of ON OFF OFF ON; return the answers as on, off."""
+    answers: dict[str, Answer] = {}
+    for replica in [bench.on, bench.off] if number % 2 == 0 else [bench.off, bench.on]:
+        answers[replica.name] = ask(replica)
+        bench.pool.settle()  # or the copies of one would go on beside the other
+    return answers["on"], answers["off"]
 
 
 def cold(bench: Bench, length: int, number: int) -> None:
@@ -90,7 +55,7 @@ def cold(bench: Bench, length: int, number: int) -> None:
     for i in range(number):
         bench.clock.say(f"cold, {length} tokens, {i + 1} of {number}")
         prompt = bench.prompts.draw(length)
-        on, off = bench.both(i, lambda replica, prompt=prompt: replica.ask(prompt, NUM_TOKENS))
+        on, off = ask_both(bench, i, lambda replica, prompt=prompt: replica.ask(prompt, NUM_TOKENS))
         on_s.append(on.ttft_s)
         off_s.append(off.ttft_s)
         same.append(on.tokens == off.tokens)
@@ -121,7 +86,7 @@ def exact(bench: Bench, length: int, number: int) -> None:
     for i in range(number):
         bench.clock.say(f"exact multiple, {num_tokens} tokens, {i + 1} of {number}")
         prompt = bench.prompts.draw(num_tokens)
-        firsts = bench.both(i, lambda replica, prompt=prompt: replica.ask(prompt))
+        firsts = ask_both(bench, i, lambda replica, prompt=prompt: replica.ask(prompt))
         for replica, first in zip((bench.on, bench.off), firsts, strict=True):
             answers = [replica.ask(prompt) for _ in range(AGAIN_REPEATS)]
             cold_s[replica.name].append(first.ttft_s)
@@ -238,50 +203,45 @@ def _top(answer: Answer) -> list[float]:
     return sorted(answer.logprobs[0].values(), reverse=True)[:3]
 
 
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add this script's own."""
+    made.add_argument("--lengths", default="32768x5,131072x5,261900x3")
+    made.add_argument("--exact", default="32768x3,131072x1")
+    made.add_argument("--diverging", type=int, default=3)
+    made.add_argument("--order", default="exact,cold,diverging")
+
+
+def longest(asked: argparse.Namespace) -> int:
+    """Return the tokens of the longest prompt."""
+    return max((*counts(asked.lengths), *counts(asked.exact), 1))
+
+
 def expected_s(asked: argparse.Namespace) -> float:
-    """Return what a 27B on an H200 is expected to take, engine starts included."""
+    """Return what a 27B on an H200 is expected to take."""
     lengths = [*counts(asked.lengths).items(), *counts(asked.exact).items()]
-    prefill_s = sum(
-        2 * number * (length / PREFILL_TOKENS_S + (length / 46_000) ** 2 * 0.5 + 0.7)
-        for length, number in lengths
+    return sum(2 * number * (prefill_s(length) + 0.7) for length, number in lengths) + (
+        8 * asked.diverging
     )
-    return 110 + prefill_s + 8 * asked.diverging
+
+
+def measure(bench: Bench) -> None:
+    """Do all parts in their order."""
+    for part in bench.asked.order.split(","):
+        if part == "diverging" and bench.asked.diverging:
+            diverging(bench, bench.asked.diverging)
+        for length, number in counts(bench.asked.exact).items() if part == "exact" else ():
+            exact(bench, length, number)
+        for length, number in counts(bench.asked.lengths).items() if part == "cold" else ():
+            cold(bench, length, number)
 
 
 def main() -> None:
     """Measure and print."""
     made = parser(__doc__)
-    made.add_argument("--lengths", default="32768x5,131072x5,261900x3")
-    made.add_argument("--exact", default="32768x3,131072x1")
-    made.add_argument("--diverging", type=int, default=3)
-    made.add_argument("--order", default="exact,cold,diverging")
+    add_options(made)
     asked = made.parse_args()
-    lengths, exacts = counts(asked.lengths), counts(asked.exact)
-    longest = max((*lengths, *exacts, 1)) + NUM_TOKENS
-    arguments = engine_arguments(asked, longest)
-    gpu = gpus_for(1, same=True)[0]
-    prompts = Prompts(asked.seed, asked.token_ids)
-    results = Results(asked)
-    clock = Clock(expected_s(asked))
-    with running_pool(asked) as socket:
-        starts = {
-            "on": start_of(arguments, gpu, name="on", socket=socket),
-            "off": start_of(arguments, gpu),
-        }
-        with running(starts) as (on, off):
-            pool = Pool(socket)
-            pool.wait_joined("on")
-            results.facts(on.facts)
-            bench = Bench(on, off, pool, prompts, results, clock)
-            warm_up((on, off), prompts, longest)
-            for part in asked.order.split(","):
-                if part == "diverging":
-                    diverging(bench, asked.diverging)
-                for length, number in exacts.items() if part == "exact" else ():
-                    exact(bench, length, number)
-                for length, number in lengths.items() if part == "cold" else ():
-                    cold(bench, length, number)
-    results.finish()
+    with on_and_off(asked, longest=longest(asked), expected_s=expected_s(asked)) as bench:
+        measure(bench)
 
 
 if __name__ == "__main__":

@@ -23,21 +23,14 @@ from dataclasses import dataclass
 
 from engines import Answer, Ask, Replica
 from runs import (
-    Clock,
-    Pool,
-    Prompts,
-    Results,
-    engine_arguments,
-    gpus_for,
+    Bench,
     loaded_bytes,
     median,
+    on_and_off,
     parser,
     percentile,
+    prefill_s,
     rounded,
-    running,
-    running_pool,
-    start_of,
-    warm_up,
 )
 
 LATENCY_RATIO_MAX = 1.05
@@ -83,25 +76,13 @@ class Waits:
             getattr(self, name).extend(getattr(other, name))
 
 
-@dataclass
-class Bench:
-    """What all rows need."""
-
-    on: Replica
-    off: Replica
-    pool: Pool
-    prompts: Prompts
-    results: Results
-    clock: Clock
-    asked: argparse.Namespace
-
-    def beside_a_stream(self, replica: Replica, prompt: Sequence[int]) -> tuple[Answer, Answer]:
-        """Ask a prompt while another request decodes; return the stream's answer and its own."""
-        stream = Ask(self.prompts.draw(STREAM_TOKENS), STREAM_TOKENS_MAX)
-        other = Ask(prompt, 1, after_tokens=self.asked.idle)
-        answers = replica.serve([stream, other], tail_tokens=self.asked.tail)
-        self.pool.settle()
-        return answers[0], answers[1]
+def beside_a_stream(bench: Bench, replica: Replica, prompt: Sequence[int]) -> tuple[Answer, Answer]:
+    """Ask a prompt while another request decodes; return the stream's answer and its own."""
+    stream = Ask(bench.prompts.draw(STREAM_TOKENS), STREAM_TOKENS_MAX)
+    other = Ask(prompt, 1, after_tokens=bench.asked.idle)
+    answers = replica.serve([stream, other], tail_tokens=bench.asked.tail)
+    bench.pool.settle()
+    return answers[0], answers[1]
 
 
 def summary(waits: Sequence[float]) -> dict[str, object]:
@@ -129,7 +110,7 @@ def loads(bench: Bench) -> None:
             bench.clock.say(f"load, {i + 1} of {bench.asked.loads}")
         bench.on.forget()
         for name in ("load", "local"):
-            stream, other = bench.beside_a_stream(bench.on, prompt)
+            stream, other = beside_a_stream(bench, bench.on, prompt)
             waits[name].add(Waits.of(stream, other))
             ttft_s[name].append(other.ttft_s)
     num_bytes = loaded_bytes(bench.pool.settle(), "on") - before
@@ -179,7 +160,7 @@ def stores(bench: Bench) -> None:
         prompt = bench.prompts.draw(bench.asked.length)
         order = [bench.on, bench.off] if i % 2 == 0 else [bench.off, bench.on]
         for replica in order:
-            stream, other = bench.beside_a_stream(replica, prompt)
+            stream, other = beside_a_stream(bench, replica, prompt)
             waits = Waits.of(stream, other)
             during[replica.name].append(waits.arrival + waits.waiting + waits.computing)
             tail[replica.name] += waits.tail
@@ -213,39 +194,37 @@ def stores(bench: Bench) -> None:
     bench.results.at_most("tokens right after it, on / off", tail_ratio, LATENCY_RATIO_MAX)
 
 
-def main() -> None:
-    """Measure and print."""
-    made = parser(__doc__)
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add this script's own."""
     made.add_argument("--length", type=int, default=131_072)
     made.add_argument("--loads", type=int, default=20)
     made.add_argument("--stores", type=int, default=5)
     made.add_argument("--idle", type=int, default=16, help="tokens before the other comes")
     made.add_argument("--tail", type=int, default=12, help="tokens after the other is over")
+
+
+def expected_s(asked: argparse.Namespace) -> float:
+    """Return what a 27B on an H200 is expected to take."""
+    cold_s = prefill_s(asked.length)
+    return cold_s + 4 * asked.loads + 2 * asked.stores * (cold_s + 1.5)
+
+
+def measure(bench: Bench) -> None:
+    """Do both parts."""
+    if bench.asked.loads:
+        loads(bench)
+    if bench.asked.stores:
+        stores(bench)
+
+
+def main() -> None:
+    """Measure and print."""
+    made = parser(__doc__)
+    add_options(made)
     asked = made.parse_args()
-    prompts = Prompts(asked.seed, asked.token_ids)
-    results = Results(asked)
-    prefill_s = asked.length / 11_000 + (asked.length / 46_000) ** 2 * 0.5
-    clock = Clock(
-        110 + prefill_s + 4 * asked.loads + 2 * asked.stores * (prefill_s + 1.5),
-    )
-    gpu = gpus_for(1, same=True)[0]
-    arguments = engine_arguments(asked, asked.length + STREAM_TOKENS_MAX)
-    with running_pool(asked) as socket:
-        starts = {
-            "on": start_of(arguments, gpu, name="on", socket=socket),
-            "off": start_of(arguments, gpu),
-        }
-        with running(starts) as (on, off):
-            pool = Pool(socket)
-            pool.wait_joined("on")
-            results.facts(on.facts)
-            warm_up((on, off), prompts, asked.length)
-            bench = Bench(on, off, pool, prompts, results, clock, asked)
-            if asked.loads:
-                loads(bench)
-            if asked.stores:
-                stores(bench)
-    results.finish()
+    longest = asked.length + STREAM_TOKENS_MAX
+    with on_and_off(asked, longest=longest, expected_s=expected_s(asked)) as bench:
+        measure(bench)
 
 
 if __name__ == "__main__":

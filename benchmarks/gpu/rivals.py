@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/rivals.py --model MODEL --rival lmcache|vllm-fs [--engine JSON]
                                     [--lengths 32768,131072] [--prompts 1] [--repeats 5]
-                                    [--rival-size 64GiB] [--json PATH] [--alone]
+                                    [--hybrid-block 784] [--rival-size 64GiB] [--json PATH]
+                                    [--alone]
 
 Two pairs of replicas: Millpond's on the first GPU, the other cache's on the second one, each
 pair on one GPU. With one GPU, or with --alone, one pair runs after the other, and the same
@@ -15,8 +16,8 @@ multiprocess server with one block a step for a hybrid, vLLM's tiering over file
 memory. Beside the times: the memory that the prompt takes in the pool and in the other cache,
 and the bytes of its attention pages.
 
-A 27B hybrid in fp8 with two H200s takes about six minutes with lmcache (4 for the start of the
-engines, 0.5 for 32k, 1.5 for 128k), and five with vllm-fs. Ends with 1 where Millpond is not
+A 27B hybrid in fp8 with two H200s takes about four minutes with lmcache (2 for the start of the
+engines, 0.5 for 32k, 1.5 for 128k), and as long with vllm-fs. Ends with 1 where Millpond is not
 ahead, where its tokens differ, or where it takes more than 1.15 times the attention bytes.
 """
 
@@ -28,13 +29,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-from engines import Answer, Replica, Start
+from engines import Answer, Facts, Replica, Start
 from runs import (
+    STARTS_S,
     Clock,
     Pool,
     Prompts,
@@ -44,6 +47,7 @@ from runs import (
     loaded_bytes,
     median,
     parser,
+    prefill_s,
     rounded,
     running,
     running_pool,
@@ -73,12 +77,16 @@ SETTLE_S = 60.0
 
 @dataclass
 class Pair:
-    """Two replicas that share a cache. ``used_bytes`` waits until all is written."""
+    """Two replicas that share a cache. ``used_bytes`` waits until all is written.
+
+    ``slots`` says what the bytes are for, where the cache can tell.
+    """
 
     cache: str
     a: Replica
     b: Replica
     used_bytes: Callable[[], int]
+    slots: Callable[[], object] = lambda: None
     forgets_connector: bool = False
     cold: list[Answer] = field(default_factory=list)
     moved: list[Answer] = field(default_factory=list)
@@ -112,6 +120,7 @@ class Pair:
             "moved_median_s": median([answer.ttft_s for answer in self.moved]),
             "cached_tokens": [answer.cached_tokens for answer in self.moved],
             "added_bytes": self.added_bytes,
+            "all_slots": self.slots(),
             "same_tokens": self.same_tokens,
         }
         self.cold, self.moved, self.local = [], [], []
@@ -133,7 +142,17 @@ def millpond_pair(
             def used_bytes() -> int:
                 return int(pool.settle()["pool"]["bytes"]["committed"])
 
-            yield Pair("millpond", a, b, used_bytes)
+            def slots() -> list[dict[str, object]]:
+                return [
+                    {
+                        "slot_bytes": size["slot_bytes"],
+                        "holds_states": size["holds_states"],
+                        "committed": size["num_slots"]["committed"],
+                    }
+                    for size in pool.settle()["pool"]["slot_sizes"]
+                ]
+
+            yield Pair("millpond", a, b, used_bytes, slots)
             say(f"loaded by b: {loaded_bytes(pool.settle(), 'b')} bytes")
 
 
@@ -166,7 +185,8 @@ def rival_pair(
             stack.callback(remove, path)
         a, b = stack.enter_context(running(starts))
         used = used_by(rival)
-        yield Pair(asked.rival, a, b, lambda: quiet(used), asked.rival == VLLM_FS)
+        forgets = asked.rival == VLLM_FS
+        yield Pair(asked.rival, a, b, lambda: quiet(used), forgets_connector=forgets)
 
 
 @contextlib.contextmanager
@@ -258,7 +278,7 @@ def measure(
                 pair.move(prompt)
 
 
-def compare(results: Results, facts: Any, rows: dict[str, dict[str, Any]], length: int) -> None:  # noqa: ANN401
+def compare(results: Results, facts: Facts, rows: dict[str, dict[str, Any]], length: int) -> None:
     """Add the row that holds both beside each other, and its bounds."""
     own = rows["millpond"]
     (other,) = [row for cache, row in rows.items() if cache != "millpond"]
@@ -304,21 +324,29 @@ def run(asked: argparse.Namespace, results: Results, clock: Clock) -> None:
                 rows[length][pair.cache] = row
                 results.row(**row)
 
+    block = asked.hybrid_block
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(millpond_pair(asked, arguments, gpus[0]))
-        facts = own.a.facts
-        results.facts(facts)
-        block = facts.block_tokens if facts.state_bytes else None
+        contexts = [millpond_pair(asked, arguments, gpus[0])]
         if beside:
-            with rival_pair(asked, arguments, gpus[1], block) as other:
-                measure_pairs([own, other])
-        else:
-            measure_pairs([own])
+            contexts.append(rival_pair(asked, arguments, gpus[1], block))
+        with ThreadPoolExecutor(len(contexts)) as threads:
+            pairs = list(threads.map(stack.enter_context, contexts))
+        facts = pairs[0].a.facts
+        results.facts(facts)
+        check_block(block, facts)
+        measure_pairs(pairs)
     if not beside:
         with rival_pair(asked, arguments, gpus[1], block) as other:
             measure_pairs([other])
     for length, by_cache in rows.items():
         compare(results, facts, by_cache, length)
+
+
+def check_block(said: int | None, facts: Facts) -> None:
+    """End where the other cache was told of other blocks than the engine has."""
+    needed = facts.block_tokens if facts.state_bytes else None
+    if said != needed:
+        sys.exit(f"--hybrid-block is {said} and must be {needed} for this model")
 
 
 def main() -> None:
@@ -329,6 +357,7 @@ def main() -> None:
     made.add_argument("--prompts", type=int, default=1, help="of each length")
     made.add_argument("--repeats", type=int, default=5, help="moved, of each prompt")
     made.add_argument("--rival-size", default="64GiB")
+    made.add_argument("--hybrid-block", type=int, help="vLLM's block of a hybrid; 784 for a 27B")
     made.add_argument("--alone", action="store_true", help="one pair after the other")
     asked = made.parse_args()
     check_rival(
@@ -336,11 +365,11 @@ def main() -> None:
         "cuda" if visible_gpus(dict(os.environ)) else "cpu",
     )
     lengths = [int(length) for length in asked.lengths.split(",")]
-    prefill_s = sum(length / 11_000 + (length / 46_000) ** 2 * 0.5 for length in lengths)
+    cold_s = sum(prefill_s(length) for length in lengths)
     # LMCache's small steps take nearly twice as long.
     waiting_s = len(lengths) * asked.prompts * asked.repeats * 6
     results = Results(asked)
-    run(asked, results, Clock(230 + 3 * prefill_s * asked.prompts + waiting_s))
+    run(asked, results, Clock(STARTS_S + 3 * cold_s * asked.prompts + waiting_s))
     results.finish()
 
 

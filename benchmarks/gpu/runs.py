@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ SETTLE_S = 60.0
 POLL_S = 0.02
 WARM_UP_TOKENS = 9000
 ANSWER_TOKENS = 64
+STARTS_S = 110.0
+"""Two engines of 27B with their kernels compiled before, and a pool."""
 ADMIN_TIMEOUT_S = 10.0
 
 
@@ -113,15 +116,21 @@ def running_pool(asked: argparse.Namespace) -> Generator[Path]:
 
 @contextlib.contextmanager
 def running(starts: dict[str, Start]) -> Generator[list[Replica]]:
-    """Start engines one after the other: each measures the memory that is left to it."""
-    replicas: list[Replica] = []
+    """Start engines, on one GPU one after the other: each measures the memory left to it."""
+    replicas: dict[str, Replica] = {}
+
+    def start_on(gpu: str | None) -> None:
+        for name in [name for name, start in starts.items() if start.gpu == gpu]:
+            say(f"starting {name}" + ("" if gpu is None else f" on GPU {gpu}"))
+            replicas[name] = Replica(name, starts[name])
+
+    gpus = list(dict.fromkeys(start.gpu for start in starts.values()))
     try:
-        for name, start in starts.items():
-            say(f"starting {name}")
-            replicas.append(Replica(name, start))
-        yield replicas
+        with ThreadPoolExecutor(len(gpus)) as threads:
+            list(threads.map(start_on, gpus))
+        yield [replicas[name] for name in starts]
     finally:
-        for replica in replicas:
+        for replica in replicas.values():
             replica.close()
 
 
@@ -254,6 +263,53 @@ class Results:
         if self._path is not None:
             data = self._data | {"rows": self._rows, "bounds": self._bounds}
             write_json(self._path, self._frame | {"data": data})
+
+
+@dataclass
+class Bench:
+    """Two engines on one GPU: one at a pool, and one without any connector."""
+
+    on: Replica
+    off: Replica
+    pool: "Pool"
+    prompts: "Prompts"
+    results: Results
+    clock: "Clock"
+    asked: argparse.Namespace
+
+    def forget(self) -> None:
+        """Leave nothing cached: not in the engines, not in the pool."""
+        self.pool.settle()
+        self.on.forget()
+        self.off.forget()
+        self.pool.flush()
+
+
+@contextlib.contextmanager
+def on_and_off(asked: argparse.Namespace, *, longest: int, expected_s: float) -> Generator[Bench]:
+    """Start the two engines, and end with what has been found."""
+    arguments = engine_arguments(asked, longest)
+    gpu = gpus_for(1, same=True)[0]
+    prompts = Prompts(asked.seed, asked.token_ids)
+    results = Results(asked)
+    clock = Clock(STARTS_S + expected_s)
+    with running_pool(asked) as socket:
+        starts = {
+            "on": start_of(arguments, gpu, name="on", socket=socket),
+            "off": start_of(arguments, gpu),
+        }
+        with running(starts) as (on, off):
+            pool = Pool(socket)
+            pool.wait_joined("on")
+            results.facts(on.facts)
+            warm_up((on, off), prompts, longest)
+            yield Bench(on, off, pool, prompts, results, clock, asked)
+    results.finish()
+
+
+def prefill_s(num_tokens: int) -> float:
+    """Return what a 27B in fp8 takes for a cold prompt on an H200, about."""
+    return num_tokens / 12_000 + (num_tokens / 46_000) ** 2 * 0.5
 
 
 class Clock:

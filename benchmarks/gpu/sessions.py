@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from engines import Answer, Ask, Replica
 from runs import (
+    STARTS_S,
     Clock,
     Pool,
     Prompts,
@@ -38,6 +39,7 @@ from runs import (
     loaded_bytes,
     median,
     parser,
+    prefill_s,
     rounded,
     running,
     running_pool,
@@ -281,11 +283,10 @@ def group_size(bench: Bench, length: int) -> int:
 
 def expected_s(asked: argparse.Namespace) -> float:
     """Return what a 27B on H200s is expected to take, engine starts included."""
-    total_s = 110.0
+    total_s = STARTS_S if asked.same_gpu else STARTS_S / 2
     for length, number in counts(asked.sessions).items():
-        prefill_s = length / 11_000 + (length / 46_000) ** 2 * 0.5
         # Off computes the beginning twice, on once; nine more turns are short.
-        total_s += number * (3 * prefill_s + 2 * 9 * 0.3)
+        total_s += number * (3 * prefill_s(length) + 2 * 9 * 0.3)
         groups = 1 if length < LONG_TOKENS or not asked.same_gpu else -(-number // 2)
         total_s += 0 if asked.no_decode else groups * 2 * (asked.turns - 1) * 5.5
     return total_s
