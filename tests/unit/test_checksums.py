@@ -225,7 +225,7 @@ def make_worker(check_ratio: float) -> Any:  # noqa: ANN401
     layout = EngineLayout(256, 256, (256,), (PAGES,), (Coverage.EVERY,), (None,))
     settings: Any = SimpleNamespace(socket="/nowhere", check_ratio=check_ratio)
     identity = ReplicaIdentity(replica="a", session_key="k", num_ranks=1)
-    idle: Any = SimpleNamespace(step=lambda: None)
+    idle: Any = SimpleNamespace(step=lambda **_: None, hold_back=lambda: None)
     return worker_module.WorkerSide(layout, identity, settings, idle, 0)
 
 

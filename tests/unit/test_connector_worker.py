@@ -54,6 +54,8 @@ class NotReady:
 
     def step(self, *, early: bool = False) -> None: ...
 
+    def hold_back(self) -> None: ...
+
     def submit(self, *_: object, **__: object) -> None:
         pytest.fail("a job was submitted to an engine that is not ready")
 
@@ -189,9 +191,13 @@ class Held(NotReady):
         self.ends: list[Ends] = []
         self.steps: list[bool] = []
         """Whether each asked to be told early."""
+        self.num_held_back = 0
 
     def step(self, *, early: bool = False) -> None:
         self.steps.append(early)
+
+    def hold_back(self) -> None:
+        self.num_held_back += 1
 
     def is_ready(self, _: int) -> bool:
         return True
@@ -249,6 +255,18 @@ def test_only_an_engine_with_nothing_to_compute_is_told_of_loads_early() -> None
         worker.start_loads(StepMetadata(computes=computes))
         worker.finished()
     assert engine.steps == [True, False, True]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_device_waits_for_early_loads_before_the_engine_enqueues_anything(begins: bool) -> None:
+    """At the beginning of the next step; where others come first there, at once."""
+    worker = make_worker(FakeClient())
+    worker._begins_steps = begins
+    engine = worker._copy_engine = Held()
+    worker.finished()
+    assert engine.num_held_back == (0 if begins else 1)
+    worker.begin_step()
+    assert engine.num_held_back == (1 if begins else 2)
 
 
 def test_a_load_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,16 +111,18 @@ def test_what_waits_for_an_early_load_is_the_current_stream(
     device = cuda.CudaDevice(torch.device("cpu"), routes=Routes.only(Route.BATCH))
     stream.copy(pages(1))
     end = stream.record()
-    assert device.hold_back(end)
+    device.hold_back(end)
     assert played.log[-1].endswith(f"waits for {end.event.mark}")
     assert end.event.mark.startswith("lane")
-    assert not device.hold_back(ThreadEvent())
+    with pytest.raises(CopyFailed, match="not of this device"):
+        device.hold_back(ThreadEvent())
 
     def fail() -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(torch.cuda, "current_stream", fail)
-    assert not device.hold_back(end)
+    with pytest.raises(CopyFailed, match="the device is gone"):
+        device.hold_back(end)
 
 
 def pages(num: int) -> Copies:

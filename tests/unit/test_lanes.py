@@ -159,18 +159,18 @@ def test_a_landing_is_told_of_once_by_who_comes_by_though_the_lane_is_busy() -> 
 class StreamedDevice(SlowDevice):
     """One whose current stream can wait; ``held`` is what it has been told to wait for."""
 
+    can_hold_back = True
+
     def __init__(self) -> None:
         super().__init__()
         self.held: list[Event] = []
-        self.can_hold_back = True
 
-    def hold_back(self, end: Event) -> bool:
-        if self.can_hold_back:
-            self.held.append(end)
-        return self.can_hold_back
+    def hold_back(self, end: Event) -> None:
+        assert self.can_hold_back
+        self.held.append(end)
 
 
-def test_who_asks_is_told_early_once_the_stream_waits_for_all_copies() -> None:
+def test_who_asks_is_told_early_once_all_copies_are_on_the_stream() -> None:
     device = StreamedDevice()
     engine = StreamCopyEngine(device)
     stream = device.streams[Direction.LOAD]
@@ -184,6 +184,8 @@ def test_who_asks_is_told_early_once_the_stream_waits_for_all_copies() -> None:
     engine.step()
     assert (device.held, told) == ([], [])  # nobody has asked
     eventually(lambda: comes_by(engine, told, early=True), "it is told of", timeout_s=WAIT_S)
+    assert device.held == []  # that is up to who was told
+    engine.hold_back()
     (end,) = device.held
     assert not end.is_passed()
     assert not done.is_set()
@@ -191,6 +193,7 @@ def test_who_asks_is_told_early_once_the_stream_waits_for_all_copies() -> None:
     stream.may_end.set()
     assert done.wait(WAIT_S)
     engine.step(early=True)
+    engine.hold_back()
     assert len(told) == len(device.held) == 1
     assert engine.close(WAIT_S)
 
@@ -204,6 +207,7 @@ def test_nobody_is_told_early_where_nothing_can_be_held_back() -> None:
     told: list[str] = []
     done = submit(engine, Direction.LOAD, FEW, lambda: told.append("landed"))
     engine.step(early=True)
+    engine.hold_back()
     assert told == []
     stream.may_end.set()
     assert done.wait(WAIT_S)
@@ -222,6 +226,7 @@ def test_copies_that_could_not_be_enqueued_are_not_told_of_early() -> None:
     engine.step(early=True)
     half.may_end.set()
     assert done.wait(WAIT_S)
+    engine.hold_back()
     assert (told, device.held) == ([], [])
     assert engine.close(WAIT_S)
 

@@ -207,6 +207,11 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_caches, self._kv_cache_config, self._vllm_config
             )
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step: vLLM calls this before it enqueues anything of it."""
+        if self._worker is not None:
+            self._worker.begin_step()
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Begin this step's loads; returns at once."""
         if self._worker is not None:

@@ -47,6 +47,14 @@ def hash_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def tells_of_each_step(vllm_config: VllmConfig) -> bool:
+    """Return whether ``handle_preemptions`` comes before all that a step enqueues on the device.
+
+    The second model runner zeroes blocks before it.
+    """
+    return not getattr(vllm_config, "use_v2_model_runner", True)
+
+
 def layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     """Return one layer's spec out of a group's, which may hold one for each layer."""
     by_layer = getattr(spec, "kv_cache_specs", None)

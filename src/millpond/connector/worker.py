@@ -90,6 +90,8 @@ class WorkerSide:
         self._delayed: set[str] = set()
         self._computes = True
         """Whether the step that was begun last has tokens to compute."""
+        self._begins_steps = False
+        """Whether ``begin_step`` comes before anything else that a step enqueues."""
 
     # -------------------------------------------------------------- the engine's memory
 
@@ -104,6 +106,7 @@ class WorkerSide:
             self._memory = layer_memory(self._layout, kv_caches, kv_cache_config.num_blocks)
         except UnsupportedEngine as error:
             return RankLayout("", "", refusal=str(error))
+        self._begins_steps = versions.tells_of_each_step(vllm_config)
         self._link.start()
         layers = [layer.layer for part in self._layout.parts for layer in part.layers]
         return RankLayout(
@@ -112,6 +115,10 @@ class WorkerSide:
         )
 
     # -------------------------------------------------------------- a step
+
+    def begin_step(self) -> None:
+        """Let the step that begins wait, on the device, for loads that were reported early."""
+        self._copy_engine.hold_back()
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Begin this step's loads, ordered after all earlier uses of the blocks they fill."""
@@ -146,6 +153,8 @@ class WorkerSide:
         # An engine with nothing else to do prepares and launches the forward pass while the
         # load goes on; one that computes would keep the others waiting for the load as well.
         self._copy_engine.step(early=not self._computes)
+        if not self._begins_steps:
+            self._copy_engine.hold_back()
         with self._lock:
             sent = {r for r in self._delayed if r not in self._num_stores}
             self._delayed -= sent

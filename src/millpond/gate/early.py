@@ -2,7 +2,7 @@
 
     OTHER    ─ hold ─ fence ─┐
     load's stream            └─ load ─┐
-    WORK     ── told of early ────────┴─ kernel that reads the pages
+    WORK     ── held back ────────────┴─ kernel that reads the pages
 
 The hold is in the load's way only: a reader that does not wait has read when it opens.
 """
@@ -29,8 +29,11 @@ def compute_behind_load(subject: Subject, path: OwnPath, control: Control) -> At
     fault = None
     if control is Control.SYNCHRONIZED:
         fault = subject.settle(call, hold)
-    elif control is Control.NONE and not poll(lambda: _is_told(subject, path, call), timing.done_s):
-        fault = subject.never_done()
+    elif control is Control.NONE:
+        if not poll(lambda: _is_told(path, call), timing.done_s):
+            fault = subject.never_done()
+        with device.on(Where.WORK):
+            path.engine.hold_back()
     point = _read(subject)
     poll(lambda: point.is_passed() or hold.is_open(), limit_s)
     fault = subject.settle(call, hold) or fault
@@ -44,11 +47,10 @@ def compute_behind_load(subject: Subject, path: OwnPath, control: Control) -> At
     )
 
 
-def _is_told(subject: Subject, path: OwnPath, call: Call) -> bool:
+def _is_told(path: OwnPath, call: Call) -> bool:
     """Come by as an engine does that has nothing to compute."""
-    with subject.device.on(Where.WORK):
-        path.engine.step(early=True)
-        return call.is_done()
+    path.engine.step(early=True)
+    return call.is_done()
 
 
 def _read(subject: Subject) -> Fence:

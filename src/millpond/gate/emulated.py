@@ -193,10 +193,14 @@ class EmulatedCopier:
         """Return a fence behind the calling thread's current stream: the legacy one by default."""
         return (_current.stream or self._device.legacy).record()
 
-    def hold_back(self, end: Event) -> bool:
+    @property
+    def can_hold_back(self) -> bool:
+        """Return True."""
+        return True
+
+    def hold_back(self, end: Event) -> None:
         """Let the calling thread's current stream wait for an event."""
         (_current.stream or self._device.legacy).wait_for(end)
-        return True
 
     def stream(self, direction: Direction) -> Stream:
         """Make a non-blocking stream for one direction; loads go before stores."""

@@ -147,21 +147,20 @@ def _landed_unasked(device: GateDevice) -> AbstractContextManager[object]:
 def _told_early_unordered(device: GateDevice) -> AbstractContextManager[object]:
     del device
 
-    def mutated(lane: Lane, item: InFlight) -> bool:
-        del lane, item
-        return True
+    def mutated(lane: Lane) -> None:
+        lane._told_early.clear()
 
-    return patch.object(Lane, "_is_held_back", mutated)
+    return patch.object(Lane, "hold_back", mutated)
 
 
 def _held_back_on_another_stream(device: GateDevice) -> AbstractContextManager[object]:
-    original = Lane._is_held_back
+    original = Lane.hold_back
 
-    def mutated(lane: Lane, item: InFlight) -> bool:
+    def mutated(lane: Lane) -> None:
         with device.on(Where.OTHER):
-            return original(lane, item)
+            original(lane)
 
-    return patch.object(Lane, "_is_held_back", mutated)
+    return patch.object(Lane, "hold_back", mutated)
 
 
 def _lease_ends_at_submission(device: GateDevice) -> AbstractContextManager[object]:

@@ -48,9 +48,14 @@ class WatchedDevice:
         """As the device's."""
         return self._device.fence()
 
-    def hold_back(self, end: Event) -> bool:
+    @property
+    def can_hold_back(self) -> bool:
         """As the device's."""
-        return self._device.hold_back(end)
+        return self._device.can_hold_back
+
+    def hold_back(self, end: Event) -> None:
+        """As the device's."""
+        self._device.hold_back(end)
 
     def stream(self, direction: Direction) -> Stream:
         """Make a watched stream."""

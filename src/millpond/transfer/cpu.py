@@ -29,10 +29,13 @@ class CpuDevice:
         """Return a passed fence: a CPU's forward pass has finished when it returns."""
         return PassedFence()
 
-    def hold_back(self, end: Event) -> bool:
+    @property
+    def can_hold_back(self) -> bool:
         """Return False: the engine computes in its own thread, and there is no stream to hold."""
-        del end
         return False
+
+    def hold_back(self, end: Event) -> None:
+        """Nothing is told of early here."""
 
     def stream(self, direction: Direction) -> Stream:
         """Make a stream for one direction."""

@@ -259,15 +259,19 @@ class CudaDevice:
         event.record(torch.cuda.current_stream())
         return CudaEvent(event)
 
-    def hold_back(self, end: Event) -> bool:
+    @property
+    def can_hold_back(self) -> bool:
+        """Return True."""
+        return True
+
+    def hold_back(self, end: Event) -> None:
         """Let the calling thread's current stream wait for an event."""
         if not isinstance(end, CudaEvent):
-            return False
+            raise CopyFailed(f"an event of type {type(end).__name__}, not of this device")
         try:
             torch.cuda.current_stream().wait_event(end.event)
-        except RuntimeError:  # a failed device: whoever waits for the event hears why
-            return False
-        return True
+        except RuntimeError as failure:
+            raise CopyFailed(str(failure)) from failure
 
     def stream(self, direction: Direction) -> Stream:
         """Make a stream for one direction."""

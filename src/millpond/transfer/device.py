@@ -74,10 +74,15 @@ class Device(Protocol):
         """Return a fence behind all work submitted so far to the caller's current stream."""
         ...
 
-    def hold_back(self, end: Event) -> bool:
+    @property
+    def can_hold_back(self) -> bool:
+        """Whether the caller's current stream can wait for an event."""
+        ...
+
+    def hold_back(self, end: Event) -> None:
         """Hold back what the caller's current stream is given from now on until ``end`` is passed.
 
-        False where that cannot be done: nothing is held back then.
+        Raises ``CopyFailed`` where the device has failed.
         """
         ...
 

@@ -43,8 +43,7 @@ class CopyEngine(Protocol):
     ``on_done`` is called once for every submission, from the engine's own thread, after the
     last byte has landed or after the failure is final: never on enqueue. Before it, for what
     did not fail, ``on_landed``, from that thread or from within ``step``: it must be short.
-    From then on the pages may be used by what is enqueued on the stream that is current in
-    ``step``; by anybody else once ``on_done`` has been called.
+    From then on the pages may be used, but see ``step``.
     """
 
     def fence(self) -> Fence:
@@ -82,9 +81,16 @@ class CopyEngine(Protocol):
         """Go on with what is queued, and tell of what has landed; waits for nothing.
 
         For the thread that submits, as often as it comes by: see ``streams.py``. With ``early``
-        loads all of whose copies are on their stream are told of as well, where the device can
-        hold the caller's current stream back until they have landed. All that is enqueued
-        there meanwhile waits, whatever it is.
+        loads all of whose copies are on their stream are told of as well. Who asks for that
+        calls ``hold_back`` before it enqueues anything that may use any page.
+        """
+        ...
+
+    def hold_back(self) -> None:
+        """Hold the caller's current stream back until loads that were told of early have landed.
+
+        All that is enqueued there from now on waits, whatever it is; the caller does not.
+        Raises ``CopyFailed`` where the device has failed.
         """
         ...
 
