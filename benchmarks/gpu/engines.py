@@ -16,7 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracing import Span
 
 ANSWER_S = 1800.0
 FORGET_S = 60.0
@@ -152,6 +155,18 @@ class Replica:
         """
         return self._call("mend", enabled)
 
+    def tell_early(self, *, enabled: bool) -> None:
+        """Let the forward pass of a moved request be launched before its load has landed."""
+        self._call("tell_early", enabled)
+
+    def trace_begin(self) -> None:
+        """Note from now on when the parts of a request begin and end."""
+        self._call("trace_begin")
+
+    def trace_end(self) -> list["Span"]:
+        """Return what was noted."""
+        return self._call("trace_end")
+
     def close(self) -> None:
         """End the process."""
         self._process.terminate()
@@ -210,6 +225,8 @@ class _Engine:
         self._engine: Any = self._llm.llm_engine
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._num_asked = 0
+        self._is_told_early: Any = None
+        self._tracer: Any = None
         if start.sharpen:
             self._llm.apply_model(_sharpen)
 
@@ -270,6 +287,24 @@ class _Engine:
         mend = self._mended if enabled else self._as_shipped
         self._coordinator.find_longest_cache_hit_per_group = mend
         return True
+
+    def tell_early(self, enabled: bool) -> None:  # noqa: FBT001 - comes over the pipe
+        from millpond.transfer.streams import Lane
+
+        if self._is_told_early is None:
+            self._is_told_early = Lane._is_for_hold_back  # noqa: SLF001
+        never: Any = lambda *_: False  # noqa: E731
+        Lane._is_for_hold_back = self._is_told_early if enabled else never  # noqa: SLF001
+
+    def trace_begin(self) -> None:
+        from tracing import Tracer
+
+        if self._tracer is None:
+            self._tracer = Tracer()
+        self._tracer.begin()
+
+    def trace_end(self) -> list["Span"]:
+        return self._tracer.end()
 
     def serve(self, asks: list[Ask], tail_tokens: int | None) -> list[Answer]:
         served = _Served(self._engine, self._scheduler, asks, self._num_asked)
