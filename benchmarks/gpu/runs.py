@@ -228,9 +228,10 @@ class Results:
         self._data |= facts
 
     def row(self, **row: object) -> None:
-        """Add a row: one line on stdout, without its ``samples_s``, and the file."""
+        """Add a row: one line on stdout, without its samples and spans, and the file."""
         self._rows.append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "samples_s"}), flush=True)
+        short = {k: v for k, v in row.items() if k not in ("samples_s", "spans")}
+        print(json.dumps(short), flush=True)
         self._save()
 
     def at_most(self, name: str, value: float, most: float) -> None:
