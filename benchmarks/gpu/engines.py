@@ -23,8 +23,23 @@ if TYPE_CHECKING:
 
 ANSWER_S = 1800.0
 FORGET_S = 60.0
-SHARP_LOGITS = 100.0
-SLOW_DECAY = -6.0
+LOGITS_SEED = 7
+LOGITS_STD = 0.05
+LOGITS_SPREAD = 0.5
+SHARPER: dict[str, Callable[[Any], object]] = {
+    # A state forgets over some 600 tokens instead of two.
+    ".A_log": lambda weight: weight.fill_(-6.0),
+    ".dt_bias": lambda weight: weight.zero_(),
+    # Else what comes out of a recurrent layer is smaller than its norm's epsilon.
+    ".conv1d.weight": lambda weight: weight.mul_(300.0),
+    ".linear_attn.norm.weight": lambda weight: weight.fill_(2.0),
+    # Scores of standard deviation 3, and an output of the recurrent layers' size. A weight of
+    # 8 bits has a scale of its own.
+    ".q_norm.weight": lambda weight: weight.fill_(2.0),
+    ".self_attn.o_proj.weight": lambda weight: weight.mul_(30.0),
+    ".self_attn.o_proj.weight_scale": lambda weight: weight.mul_(30.0),
+}
+"""What ``_sharpen_dummies`` does to weights, by how their names end."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ class Start:
     """How to start an engine: arguments of ``vllm.LLM``, its GPU, its connector if any.
 
     ``environ`` is laid over the parent's environment. ``sharpen`` makes random weights say
-    something (see ``_sharpen``).
+    something (see ``_sharpen_dummies``).
     """
 
     arguments: dict[str, Any]
@@ -217,6 +232,8 @@ class _Engine:
         config = Path(start.arguments["model"], "config.json")
         if config.is_file() and "Qwen35TextForCausalLM" in config.read_text(encoding="utf-8"):
             _register_text_only()
+        if start.sharpen and "DUMMIES_AS_SHIPPED" not in os.environ:
+            _sharpen_dummies()
         self._coordinator: Any = HybridKVCacheCoordinator
         self._as_shipped = getattr(self._coordinator, "find_longest_cache_hit_per_group", None)
         transfer = None if start.transfer is None else KVTransferConfig(**start.transfer)
@@ -227,8 +244,6 @@ class _Engine:
         self._num_asked = 0
         self._is_told_early: Any = None
         self._tracer: Any = None
-        if start.sharpen:
-            self._llm.apply_model(_sharpen)
 
     def facts(self) -> Facts:
         import torch
@@ -413,25 +428,38 @@ def _register_text_only() -> None:
     ModelRegistry.register_model("Qwen35TextForCausalLM", text_only)
 
 
-def _sharpen(model: Any) -> int:  # noqa: ANN401
-    """Make vLLM's dummy weights tell right from wrong; return how many were changed.
+def _sharpen_dummies() -> None:
+    """Make vLLM's dummy weights tell right from wrong.
 
-    They give logits that differ by 0.04 and states that forget within a few tokens. Larger
-    output rows make log-probabilities readable, and a slow decay lets a state matter: see
-    ``millpond.launch.tiny``. No shape and no work changes.
+    As they come, the answer to any prompt is its last token: equal shapes get equal weights, so
+    the output layer is the embedding, and next to that the layers add nothing. Here the output
+    layer is drawn anew, with rows of different sizes, so that the first choice is far from the
+    second one; recurrent layers remember for hundreds of tokens, attention looks at few, and
+    both outweigh the embedding. No shape and no work changes.
     """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    # Not once the model is there: a CPU engine has packed its weights elsewhere by then.
+    loader: Any = DummyModelLoader
+    load_weights = loader.load_weights
+
+    def load_sharp_weights(self: Any, model: Any, model_config: Any) -> None:  # noqa: ANN401
+        load_weights(self, model, model_config)
+        _sharpen(model)
+
+    loader.load_weights = load_sharp_weights
+
+
+def _sharpen(model: Any) -> None:  # noqa: ANN401
     import torch
 
-    num_changed = 0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("lm_head.weight"):
-                weight.mul_(SHARP_LOGITS)
-            elif name.endswith("A_log"):
-                weight.fill_(SLOW_DECAY)
-            elif name.endswith("dt_bias"):
-                weight.zero_()
-            else:
-                continue
-            num_changed += 1
-    return num_changed
+                chance = torch.Generator(device=weight.device).manual_seed(LOGITS_SEED)
+                weight.normal_(0.0, LOGITS_STD, generator=chance)
+                rows = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+                weight.mul_(rows.log_normal_(0.0, LOGITS_SPREAD, generator=chance))
+            for ending, change in SHARPER.items():
+                if name.endswith(ending) and weight.dtype.itemsize > 1:
+                    change(weight)
