@@ -4,15 +4,16 @@
                                       [--repeats 5] [--engine JSON] [--json PATH] [--svg PATH]
 
 Replica a computes a prompt; then b, --repeats times each way, interleaved: forgets its own
-prefixes and asks. `early`: as it is, the forward pass is launched while the load goes on, and
-waits for it on the GPU. `late`: it is launched when the load has landed. A local hit comes in
-between. Rows have the medians, the floor (local hit + loaded bytes over the link) and, of the
-request nearest to the median, every span: lookup, allocation, handing over, load, forward pass
-(launch and GPU), sampling. --svg draws the last length. A 27B hybrid on one H200 takes two
+prefixes and asks. `early` (connector.early_loads): the forward pass is launched while the load
+goes on, and waits for it on the GPU. `late`: it is launched when the load has landed. A local hit
+comes in between. Rows have the medians, the floor (local hit + loaded bytes over the link) and,
+of the request nearest to the median, every span: lookup, allocation, handing over, load, forward
+pass (launch and GPU), sampling. --svg draws the last length. A 27B hybrid on one H200 takes two
 minutes for 131072 alone, three for all. Ends with 1 where tokens differ or early is not faster.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -153,6 +154,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Measure and print, or draw what was measured."""
     asked = options()
+    os.environ["MILLPOND_CONNECTOR_EARLY_LOADS"] = "true"  # for the engines, which inherit it
     lengths = [int(length) for length in asked.lengths.split(",")]
     arguments = engine_arguments(asked, max(lengths))
     gpus = gpus_for(2, same=asked.same_gpu)

@@ -223,7 +223,7 @@ class FakeClient:
 
 def make_worker(check_ratio: float) -> Any:  # noqa: ANN401
     layout = EngineLayout(256, 256, (256,), (PAGES,), (Coverage.EVERY,), (None,))
-    settings: Any = SimpleNamespace(socket="/nowhere", check_ratio=check_ratio)
+    settings: Any = SimpleNamespace(socket="/nowhere", check_ratio=check_ratio, early_loads=False)
     identity = ReplicaIdentity(replica="a", session_key="k", num_ranks=1)
     idle: Any = SimpleNamespace(step=lambda **_: None, hold_back=lambda: None)
     return worker_module.WorkerSide(layout, identity, settings, idle, 0)

@@ -341,6 +341,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         copy_delay_s=0.0,
         pending_wait_s=60.0,
         check_ratio=0.0,
+        early_loads=False,
     )
     assert connector_config({}, {"XDG_RUNTIME_DIR": "/r"}) == ConnectorConfig(
         socket=Path("/r/millpond/pool.sock"),
@@ -350,6 +351,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         copy_delay_s=0.0,
         pending_wait_s=60.0,
         check_ratio=0.0,
+        early_loads=False,
     )
 
 
@@ -371,6 +373,7 @@ def test_a_connector_reads_a_file_only_if_the_environment_names_it(
         ({"replica": "x" * 200}, ["connector.replica"]),
         ({"copy_delay_s": -1}, ["connector.copy_delay_s"]),
         ({"check_ratio": 1.5}, ["connector.check_ratio", "from 0 to 1"]),
+        ({"early_loads": 7}, ["connector.early_loads"]),
     ],
 )
 def test_a_connector_refuses_bad_extra_config(

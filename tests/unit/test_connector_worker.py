@@ -64,7 +64,7 @@ def make_worker(client: FakeClient | None) -> Any:  # noqa: ANN401
     part = PartLayout("attention", (LayerPages("l", 0, SLOT_BYTES),), {0: 1})
     layout = EngineLayout(256, 256, (256,), (part,), (Coverage.EVERY,), (None,))
     engine: Any = NotReady()
-    settings: Any = SimpleNamespace(socket="/nowhere", check_ratio=0.0)
+    settings: Any = SimpleNamespace(socket="/nowhere", check_ratio=0.0, early_loads=True)
     worker: Any = WorkerSide(layout, ReplicaIdentity(
         replica="a", session_key="k", num_ranks=1), settings, engine, 0)  # fmt: skip
     worker._current = client
@@ -247,14 +247,16 @@ def test_a_landing_that_was_reported_stays_so_whatever_comes_behind_it(
     assert worker.take_results() is None
 
 
-def test_only_an_engine_with_nothing_to_compute_is_told_of_loads_early() -> None:
+@pytest.mark.parametrize("is_on", [True, False])
+def test_only_an_engine_with_nothing_to_compute_is_told_of_loads_early(is_on: bool) -> None:
     """The forward pass of other requests would wait for the load as well."""
     worker = make_worker(FakeClient())
+    worker._early_loads = is_on
     engine = worker._copy_engine = Held()
     for computes in (False, True, False):
         worker.start_loads(StepMetadata(computes=computes))
         worker.finished()
-    assert engine.steps == [True, False, True]
+    assert engine.steps == [is_on, False, is_on]
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -25,6 +25,8 @@ class ConnectorConfig:
     on the CPU, for tests of what happens meanwhile. ``pending_wait_s`` is how long a request
     waits for a prefix that another replica is computing; 0 never waits. ``check_ratio`` of
     the loaded slots are compared with their checksums; at 0 stores write none either.
+    ``early_loads`` lets an engine with nothing to compute launch the forward pass while a load
+    goes on.
     """
 
     socket: Path
@@ -34,6 +36,7 @@ class ConnectorConfig:
     copy_delay_s: float
     pending_wait_s: float
     check_ratio: float
+    early_loads: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

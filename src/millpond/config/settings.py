@@ -113,6 +113,7 @@ _CONNECTOR_LOAD: Final = _Option("connector.load", values.boolean, default=True)
 _CONNECTOR_COPY_DELAY: Final = _Option("connector.copy_delay_s", values.seconds(0, 60), 0.0)
 _CONNECTOR_PENDING_WAIT: Final = _Option("connector.pending_wait_s", values.seconds(0, 600), 60.0)
 _CONNECTOR_CHECK_RATIO: Final = _Option("connector.check_ratio", values.ratio(0), 0.0)
+_CONNECTOR_EARLY_LOADS: Final = _Option("connector.early_loads", values.boolean, default=False)
 
 _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
     "tuple[_Option[object], ...]",
@@ -154,6 +155,7 @@ _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
         _CONNECTOR_COPY_DELAY,
         _CONNECTOR_PENDING_WAIT,
         _CONNECTOR_CHECK_RATIO,
+        _CONNECTOR_EARLY_LOADS,
     ),
 )
 _OPTIONS: Final = {option.key: option for option in _ALL_OPTIONS}
@@ -234,6 +236,7 @@ class Settings:
             copy_delay_s=self._required(_CONNECTOR_COPY_DELAY, "copy_delay_s"),
             pending_wait_s=self._required(_CONNECTOR_PENDING_WAIT, "pending_wait_s"),
             check_ratio=self._required(_CONNECTOR_CHECK_RATIO, "check_ratio"),
+            early_loads=self._required(_CONNECTOR_EARLY_LOADS, "early_loads"),
         )
 
     def router(self) -> RouterConfig:

@@ -52,6 +52,9 @@ class WorkerSettings(Protocol):
     @property
     def check_ratio(self) -> float: ...
 
+    @property
+    def early_loads(self) -> bool: ...
+
 
 class WorkerSide:
     """See the module. ``rank`` is this worker's tensor-parallel rank."""
@@ -70,6 +73,7 @@ class WorkerSide:
         self._copy_engine = copy_engine
         self._rank = rank
         self._checksums = Checksums(layout.parts, rank, settings.check_ratio)
+        self._early_loads = settings.early_loads
         self._memory: tuple[tuple[LayerMemory, ...], ...] = ()
         self._arena: Arena | None = None
         self._past_sessions: list[int] = []
@@ -152,7 +156,7 @@ class WorkerSide:
         """
         # An engine with nothing else to do prepares and launches the forward pass while the
         # load goes on; one that computes would keep the others waiting for the load as well.
-        self._copy_engine.step(early=not self._computes)
+        self._copy_engine.step(early=self._early_loads and not self._computes)
         if not self._begins_steps:
             self._copy_engine.hold_back()
         with self._lock:
