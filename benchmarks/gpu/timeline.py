@@ -96,11 +96,12 @@ def nearest_to_median(taken: list[tuple[Answer, list]]) -> list:
 
 
 def drawn(row: dict) -> str:
-    """Return a picture of the row's spans, early above late."""
-    longest_ms = 1e3 * max(row["early_median_s"], row["late_median_s"]) * 1.02
+    """Return a picture of the row's spans, one way above the other."""
+    ways = [way for way in (LATE, EARLY) if way in row["spans"]]
+    longest_ms = 1e3 * max(row[f"{way}_median_s"] for way in ways) * 1.02
     scale = (WIDTH - LEFT - 10) / longest_ms
     lines, y = [], 24
-    for way in (LATE, EARLY):
+    for way in ways:
         title = f"{way}: {row[f'{way}_median_s'] * 1e3:.0f} ms"
         lines.append(f'<text x="4" y="{y}" class="title">{title}</text>')
         y += GAP - 6
