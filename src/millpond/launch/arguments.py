@@ -4,8 +4,10 @@
     what the user gave        ├-> Choice: arguments, what cannot work, what is worth knowing
     version, GPUs, memory     ┘
 
-Nothing here looks at the machine. The engine's step size (--max-num-batched-tokens) is left as
-it is on purpose: smaller steps would keep more recurrent states, and compute cold prompts slower.
+Nothing here looks at the machine. Two things are left as they are on purpose: the engine's step
+size (--max-num-batched-tokens), because smaller steps would keep more recurrent states and compute
+cold prompts slower, and --tensor-parallel-size, because more ranks than the weights need cost a
+small model speed, do not fit every quantization, and copy latent pages.
 """
 
 import math
@@ -146,10 +148,6 @@ def _candidates(
         yield from _hybrid_arguments(shape, given, situation)
     if situation.device == "cpu":
         yield Argument("--enforce-eager", None, "compiling takes a minute on CPUs, for nothing")
-    num_ranks = _num_ranks(shape, situation)
-    if num_ranks > 1 and not given.has(*_PARALLEL_SIZES):
-        why = f"{situation.num_gpus} GPUs among {situation.num_replicas} replicas"
-        yield Argument("--tensor-parallel-size", str(num_ranks), why)
 
 
 def _hybrid_arguments(
@@ -181,22 +179,6 @@ def _hybrid_arguments(
             f"blocks of {_CPU_BLOCK_TOKENS} and keeps no state of a prompt seen for the first time"
         )
         yield Argument("--block-size", str(engine_block), why)
-
-
-def _num_ranks(shape: ModelShape, situation: Situation) -> int:
-    """Return how many GPUs of a replica's share divide the model without a copy of any page."""
-    share = situation.num_gpus // situation.num_replicas if situation.device == "cuda" else 1
-    heads = [shape.num_heads, shape.attention.num_kv_heads if shape.attention else None]
-    if shape.kind is Kind.LATENT:
-        heads = [shape.num_heads]
-    if shape.recurrent is not None:
-        heads.append(shape.recurrent.num_key_heads)
-    if None in heads:
-        return 1
-    return max(
-        (n for n in range(1, share + 1) if all(number and number % n == 0 for number in heads)),
-        default=1,
-    )
 
 
 # ---------------------------------------------------------------- sizes
@@ -312,8 +294,7 @@ def _notes_on_gpus(
     shape: ModelShape, given: GivenArguments, situation: Situation, sizes: Sizes
 ) -> Iterator[str]:
     if situation.device == "cuda":
-        needed = num_gpus_needed(given) if given.has(*_PARALLEL_SIZES) else sizes.num_ranks
-        idle = situation.num_gpus - needed * situation.num_replicas
+        idle = situation.num_gpus - num_gpus_needed(given) * situation.num_replicas
         if idle > 0:
             yield (
                 f"{idle} of {situation.num_gpus} GPUs are left idle: more --replicas, or another "

@@ -89,7 +89,6 @@ class RecurrentShape:
     num_layers: int
     conv_elements: int
     sum_elements: int
-    num_key_heads: int
     dtype: str | None
 
     def layer_bytes(self, dtype: str | None = None) -> int:
@@ -226,7 +225,6 @@ def _recurrent(text: Config, layers: Sequence[str] | None) -> RecurrentShape | N
         num_layers=layers.count("linear_attention"),
         conv_elements=(kernel - 1) * (2 * key_heads * key_dim + heads * dim),
         sum_elements=heads * key_dim * dim,
-        num_key_heads=key_heads,
         dtype=dtype if isinstance(dtype, str) else None,
     )
 
