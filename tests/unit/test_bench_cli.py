@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from millpond.bench.periods import plan_periods
-from millpond.bench.records import Record
+from millpond.bench.periods import Runner, plan_periods
+from millpond.bench.records import Record, write_json
 from millpond.bench.scenario import Design, Moved, Scenario, scenario_files
 from millpond.cli import bench_place, run
 from millpond.cli.exits import Exit
@@ -96,6 +96,39 @@ def test_a_folder_with_another_run_is_left_alone(
     assert run([*argv, "--resume"], {}) == Exit.USAGE
     assert "another --out" in capsys.readouterr().err
     assert (tmp_path / "run.json").read_text() == '{"scenario": "another"}'
+
+
+def test_a_run_that_is_done_is_reported_where_it_could_not_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", "run", "moved-cpu", "--tiny", "attention", "--device", "cpu"]
+    argv += ["--caches", "off,vllm-fs", "--aa-rounds", "0", "--out", str(tmp_path), "--resume"]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(bench_place, "check_rival", lambda _options, _device: None)
+        elsewhere.setattr(Runner, "run", lambda *_: None)
+        assert run(argv, {}) == Exit.OK
+    assert run(argv, {}) == Exit.SETUP, "periods are waiting"
+    for made in periods(
+        plan_periods(Design(rounds=1, aa_rounds=0), ["off", "vllm-fs"]), lambda *_: 5.0
+    ):
+        write_json(tmp_path / "periods" / f"period-{made.plan.number:03}.json", made)
+    capsys.readouterr()
+    assert run([*argv, "--json"], {}) == Exit.OK
+    assert json.loads(capsys.readouterr().out)["data"]["headlines"]
+
+
+def test_a_run_that_read_a_routers_log_is_not_gone_on_with_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Runner, "run", lambda *_: None)
+    log = tmp_path / "access.log"
+    log.touch()
+    argv = ["bench", "run", "moved-cpu", *URLS, "--caches", "off", "--out", str(tmp_path / "out")]
+    argv += ["--router", "http://127.0.0.1:1"]
+    assert run([*argv, "--access-log", str(log)], {}) == Exit.OK
+    assert run([*argv, "--resume"], {}) == Exit.USAGE
+    assert "other options" in capsys.readouterr().err
+    assert run([*argv, "--access-log", str(log), "--resume"], {}) == Exit.OK
 
 
 def test_the_list_has_all_scenarios(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,7 @@ def run(context: Context, scenario: str, *, as_json: bool, **flags: object) -> N
     --resume goes on from there. ENGINE_ARGS after -- go to every vLLM that is started.
     """
     from millpond.bench.periods import Runner, plan_periods
+    from millpond.bench.records import write_json
     from millpond.bench.scenario import find_scenario, load_scenario
 
     asked = Asked(**cast("dict[str, Any]", flags))
@@ -164,9 +165,13 @@ def run(context: Context, scenario: str, *, as_json: bool, **flags: object) -> N
             on_progress=lambda doing: _show(line, doing),
         )
         runner.requests(plans[0])  # a trace that can't be read ends it before anything starts
-        _settle(out, options, runner, plans, is_resumed=asked.resume)
+        settled = _settled(out, options, runner, plans, is_resumed=asked.resume)
+        is_done = not runner.waiting(plans)
+        if not is_done:
+            place.check()
+        write_json(out / _RUN, settled)
         try:
-            if runner.waiting(plans):  # else nothing needs to be started
+            if not is_done:  # else nothing needs to be started
                 runner.run(plans, stack.enter_context(place.stage))
         finally:
             # After Ctrl-C and errors too: what was measured is worth a report.
@@ -203,17 +208,18 @@ def _caches(written: str) -> tuple[str, ...]:
     return caches
 
 
-def _settle(
+def _settled(
     out: Path,
     options: Mapping[str, object],
     runner: "Runner",
     plans: Sequence["Plan"],
     *,
     is_resumed: bool,
-) -> None:
-    """Begin a run in ``out`` or go on with the one that is there; ``ConfigError`` for another."""
-    from millpond.bench.records import write_json
+) -> object:
+    """Return what run.json is to hold, and go on with the run that is in ``out``.
 
+    Raises ``ConfigError`` for another run.
+    """
     run_file = out / _RUN
     chosen = {"scenario": runner.scenario, "options": options}
     settled = msgspec.json.decode(msgspec.json.encode(chosen))  # as it will be read again
@@ -226,7 +232,7 @@ def _settle(
                 "(they are in run.json), or another --out"
             )
         runner.resume(plans)
-    write_json(run_file, settled)
+    return settled
 
 
 # ---------------------------------------------------------------- what comes out

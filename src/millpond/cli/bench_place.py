@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
@@ -65,11 +65,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The stage, how many replicas it has, and the options that its figures depend on."""
+    """The stage, how many replicas it has, and the options that its figures depend on.
+
+    ``check`` raises ``SetupError`` where it can't be run here, ``ConfigError`` where it has to
+    know more. A run that is done is reported on any machine.
+    """
 
     stage: "Stage"
     num_replicas: int
     options: Mapping[str, object]
+    check: Callable[[], None] = lambda: None
 
 
 def split_caches(written: str) -> tuple[str, ...]:
@@ -117,7 +122,9 @@ def place_of(
         stage: Stage = RestartStage(options, on_progress=show, rivals=rivals)
     else:
         stage = LaunchedStage(options, on_progress=show)
-    return Place(stage, options.num_replicas, kept)
+    return Place(
+        stage, options.num_replicas, kept, lambda: _check(list(rivals.values()), asked, options)
+    )
 
 
 def _rival_names(asked: Asked) -> Sequence[RivalName]:
@@ -136,26 +143,26 @@ def _rival_names(asked: Asked) -> Sequence[RivalName]:
 
 
 def _rival(name: RivalName, asked: Asked, options: SystemOptions) -> RivalOptions:
-    """Return a cache as large as the pool.
-
-    Raises ``SetupError`` where it can't run here, ``ConfigError`` where it has to know more.
-    """
+    """Return a cache as large as the pool."""
     if options.pool is None:
         raise ValueError("a system to be measured has a pool")
-    rival = RivalOptions(
+    return RivalOptions(
         name=name,
         size_bytes=options.pool.size_bytes,
         hybrid_block_tokens=asked.hybrid_block,
         files_in=_files_in(asked),
     )
-    check_rival(rival, options.device)
-    if asked.hybrid_block is None and _is_hybrid(options.model):
-        raise ConfigError(
-            f"{asked.model or 'the small hybrid'} has recurrent layers, and {name} has to know "
-            "vLLM's block: give the N of its `Setting attention block size to N tokens`, or of "
-            "--block-size, as --hybrid-block"
-        )
-    return rival
+
+
+def _check(rivals: Sequence[RivalOptions], asked: Asked, options: SystemOptions) -> None:
+    for rival in rivals:
+        check_rival(rival, options.device)
+        if asked.hybrid_block is None and _is_hybrid(options.model):
+            raise ConfigError(
+                f"{asked.model or 'the small hybrid'} has recurrent layers, and {rival.name} has "
+                "to know vLLM's block: give the N of its `Setting attention block size to N "
+                "tokens`, or of --block-size, as --hybrid-block"
+            )
 
 
 def _is_hybrid(model: str) -> bool:
@@ -196,7 +203,10 @@ def _running(asked: Asked) -> Place:
     if asked.access_log is not None and router is None:
         raise ConfigError("--access-log is a router's: give its --router")
     stage = LiveStage(targets, socket=asked.socket, router=router, access_log=asked.access_log)
-    return Place(stage, len(targets), {"switch": "live", "urls": urls, "router": asked.router})
+    kept: dict[str, object] = {"switch": "live", "urls": urls, "router": asked.router}
+    if asked.access_log is not None:  # it decides whose word tokens are
+        kept["access_log"] = str(asked.access_log)
+    return Place(stage, len(targets), kept)
 
 
 def _system_options(
