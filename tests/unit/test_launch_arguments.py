@@ -37,7 +37,7 @@ def choose(config: dict[str, Any], situation: Situation = GPU, *argv: str) -> Ch
 
 
 @pytest.mark.parametrize("config", [configs.QWEN35, configs.QWEN35_TEXT, configs.QWEN3_NEXT])
-@pytest.mark.parametrize("version", ["0.32.0", "0.33.1"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1", "0.1.dev1+g0123abc"])
 def test_a_hybrid_on_gpus_needs_prefix_caching_alone(config: dict[str, Any], version: str) -> None:
     assert choose(config, replace(GPU, engine_version=version)).argv == CACHING
 
@@ -210,7 +210,15 @@ def test_an_unknown_model_is_left_to_the_engine() -> None:
 
 @pytest.mark.parametrize(
     ("version", "is_told"),
-    [("0.34.0", True), ("1.0", True), ("nightly", True), ("0.33.9", False), ("0.26.0", False)],
+    [
+        ("0.34.0", True),
+        ("1.0", True),
+        ("nightly", True),
+        ("0.1.dev1+g0123abc", True),
+        ("0.0.0", True),
+        ("0.33.9", False),
+        ("0.26.0", False),
+    ],
 )
 def test_versions_that_were_never_tried_are_pointed_out(version: str, is_told: bool) -> None:
     notes = unknown_notes(UNKNOWN, replace(GPU, engine_version=version))

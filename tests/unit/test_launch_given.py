@@ -31,6 +31,11 @@ def test_what_was_not_given_is_not_there() -> None:
     assert given.value("--enforce-eager") == ""
 
 
+@pytest.mark.parametrize("written", ["0", "00", "-1", "many", "\u00b2", ""])
+def test_what_is_no_count_is_left_to_the_engine(written: str) -> None:
+    assert GivenArguments([f"--block-size={written}"]).count("--block-size", 16) == 16
+
+
 def test_a_longer_name_is_another_option() -> None:
     given = GivenArguments(["--data-parallel-size-local", "4"])
     assert given.count("--data-parallel-size") == 1

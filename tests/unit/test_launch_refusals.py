@@ -70,6 +70,14 @@ def test_an_engine_that_is_too_old_is_refused() -> None:
     assert "install 0.26 to 0.33" in refusal
 
 
+@pytest.mark.parametrize("version", ["0.1.dev1+g0123abc", "0.0.0", "0.1.0+cu129"])
+@pytest.mark.parametrize("config", [configs.LLAMA, configs.QWEN35_TEXT])
+def test_a_build_without_a_number_is_not_taken_for_an_old_one(
+    config: dict[str, Any], version: str
+) -> None:
+    assert refusals(config, replace(GPU, engine_version=version)) == []
+
+
 def test_026_serves_qwen35_whole_or_not_at_all() -> None:
     old = replace(GPU, engine_version="0.26.0")
     assert "text-only" in the_refusal(configs.QWEN35_TEXT, old)
@@ -140,6 +148,11 @@ def test_arguments_against_a_hybrids_states_are_refused(argv: list[str], reason:
         ["--no-enable-prefix-caching", "--enable-prefix-caching"],
         ["--max-num-batched-tokens", "2048"],
         ["--host", "0.0.0.0"],
+        ["--host", "::"],
+        ["--host", ""],
+        ["--kv-offloading-backend", "lmcache"],  # without a size vLLM offloads nothing
+        ["--tensor-parallel-size", "0"],  # vLLM says what is wrong with it
+        ["-tp", "0", "-dp", "0", "--block-size", "0", "--max-model-len", "0"],
         ["--served-model-name", "m", "--api-key", "k", "--block-size", "1024"],
         ["--pipeline-parallel-size", "1"],
     ],

@@ -23,6 +23,8 @@ from millpond.model.limits import BLOCK_TOKENS_MIN, GIB, KIB, MIB
 ENGINE_VERSIONS: Final = ((0, 26), (0, 33))
 """The oldest and the newest minor version of vLLM that Millpond's connector was made for."""
 
+_UNNUMBERED: Final = ((0, 0), (0, 1))
+"""What a build from source calls itself where git's tags were not at hand."""
 _ALIGNED: Final = (0, 32)
 """From here on the engine keeps a hybrid's states on block boundaries, and in the type that the
 model's configuration asks for, without being told to."""
@@ -49,9 +51,10 @@ class Situation:
 
     @property
     def version(self) -> tuple[int, int] | None:
-        """The engine's minor version; None for one that is not numbered so."""
+        """The engine's minor version; None for one that is not numbered, or not as a release."""
         found = re.match(r"(\d+)\.(\d+)", self.engine_version)
-        return None if found is None else (int(found[1]), int(found[2]))
+        version = None if found is None else (int(found[1]), int(found[2]))
+        return None if version in _UNNUMBERED else version
 
     def is_before(self, version: tuple[int, int]) -> bool:
         """Return whether the engine is known to be older."""

@@ -32,9 +32,10 @@ class GivenArguments:
         return values[-1] if values else None
 
     def count(self, name: str, default: int = 1) -> int:
-        """Return a number that was given, ``default`` where there is none or no number."""
-        value = self.value(name)
-        return int(value) if value is not None and value.isdigit() else default
+        """Return a number above 0 that was given, else ``default``: vLLM refuses the rest."""
+        value = self.value(name) or ""
+        number = int(value) if value.isdecimal() else 0
+        return number or default
 
     def tokens(self, name: str) -> int | None:
         """Return a number of tokens, which may be written as 32k or 32K; None for all else."""

@@ -22,7 +22,6 @@ _OF_UP: Final[Mapping[str, str]] = {
     "--calculate-kv-scales": "makes each replica scale its pages by its own first batch, so that "
     "none could read another's: use scales from the checkpoint",
     "--headless": "starts an engine without a server, which the router could not ask: leave it out",
-    "--kv-offloading-backend": "puts vLLM's own connector in the place of Millpond's: leave it out",
     "--kv-offloading-size": "puts vLLM's own connector in the place of Millpond's: leave it out, "
     "and give the memory to --pool",
     "--kv-transfer-config": "would replace Millpond's connector, of which an engine has one: leave "
@@ -46,7 +45,8 @@ _ALONE: Final = (
     "--prefill-context-parallel-size",
 )
 _SPECULATION: Final = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
-_HOSTS: Final = ("127.0.0.1", "0.0.0.0", "localhost")  # noqa: S104 - compared, not bound
+_HOSTS: Final = ("127.0.0.1", "localhost", "0.0.0.0", "::", "")  # noqa: S104 - not bound
+"""Where 127.0.0.1 is answered; at :: wherever the kernel has not been told otherwise."""
 
 
 def find_refusals(
