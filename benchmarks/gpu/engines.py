@@ -242,7 +242,7 @@ class _Engine:
         self._engine: Any = self._llm.llm_engine
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._num_asked = 0
-        self._is_told_early: Any = None
+        self._tells_early: Any = None
         self._tracer: Any = None
 
     def facts(self) -> Facts:
@@ -306,10 +306,10 @@ class _Engine:
     def tell_early(self, enabled: bool) -> None:  # noqa: FBT001 - comes over the pipe
         from millpond.transfer.streams import Lane
 
-        if self._is_told_early is None:
-            self._is_told_early = Lane._is_for_hold_back  # noqa: SLF001
-        never: Any = lambda *_: False  # noqa: E731
-        Lane._is_for_hold_back = self._is_told_early if enabled else never  # noqa: SLF001
+        if self._tells_early is None:
+            self._tells_early = Lane._tell_early  # noqa: SLF001
+        never: Any = lambda *_: None  # noqa: E731
+        Lane._tell_early = self._tells_early if enabled else never  # noqa: SLF001
 
     def trace_begin(self) -> None:
         from tracing import Tracer

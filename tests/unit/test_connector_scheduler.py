@@ -63,15 +63,28 @@ def look_up(side: SchedulerSide, name: str) -> int | None:
     return side.num_matched_tokens(request, 0)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1])
-def test_the_worker_hears_whether_a_step_computes(side: SchedulerSide, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "zeroed", "copied", "uses_pages"),
+    [(0, None, None, False), (1, None, None, True), (0, [3], None, True), (0, None, [3], True)],
+)
+def test_the_worker_hears_what_a_step_does_with_pages(
+    side: SchedulerSide,
+    num_tokens: int,
+    zeroed: list[int] | None,
+    copied: list[int] | None,
+    uses_pages: bool,
+) -> None:
     output: Any = SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
         num_scheduled_tokens={},
         total_num_scheduled_tokens=num_tokens,
+        new_block_ids_to_zero=zeroed,
+        kv_cache_block_copies=copied,
     )
-    assert side.build_step(output).computes == bool(num_tokens)
+    step = side.build_step(output)
+    assert step.computes == bool(num_tokens)
+    assert step.uses_pages == uses_pages
 
 
 def test_slots_that_were_not_ready_are_left_alone_for_a_while(

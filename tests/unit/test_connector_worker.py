@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from millpond.connector import versions
 from millpond.connector.geometry import EngineLayout
 from millpond.connector.metadata import Job, PartJob, StepMetadata
 from millpond.connector.worker import WorkerSide
@@ -267,8 +268,35 @@ def test_the_device_waits_for_early_loads_before_the_engine_enqueues_anything(be
     engine = worker._copy_engine = Held()
     worker.finished()
     assert engine.num_held_back == (0 if begins else 1)
-    worker.begin_step()
+    worker.begin_step(StepMetadata(computes=False, uses_pages=True))
     assert engine.num_held_back == (1 if begins else 2)
+
+
+def test_an_empty_step_between_report_and_forward_pass_waits_for_nothing() -> None:
+    """VLLM's host would wait behind it, and launch nothing meanwhile."""
+    worker = make_worker(FakeClient())
+    worker._begins_steps = True
+    engine = worker._copy_engine = Held()
+    worker.begin_step(StepMetadata(computes=False, uses_pages=False))
+    assert engine.num_held_back == 0
+    worker.begin_step(StepMetadata(computes=True))
+    assert engine.num_held_back == 1
+
+
+@pytest.mark.parametrize(
+    ("connector", "num_engines", "may"),
+    [("MillpondConnector", 1, True), ("MillpondConnector", 2, False), ("MultiConnector", 1, False)],
+)
+def test_an_engine_whose_wait_would_be_others_too_is_not_told_early(
+    connector: str,
+    num_engines: int,
+    may: bool,
+) -> None:
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=connector),
+        parallel_config=SimpleNamespace(data_parallel_size=num_engines),
+    )
+    assert versions.may_load_early(config) == may
 
 
 def test_a_load_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

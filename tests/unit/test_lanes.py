@@ -198,6 +198,28 @@ def test_who_asks_is_told_early_once_all_copies_are_on_the_stream() -> None:
     assert engine.close(WAIT_S)
 
 
+def test_of_several_loads_one_is_told_early_at_a_time() -> None:
+    """Their requests would run together, behind the last of them."""
+    device = StreamedDevice()
+    engine = StreamCopyEngine(device)
+    stream = device.streams[Direction.LOAD]
+    stream.may_end.clear()
+    told: list[str] = []
+    first = submit(engine, Direction.LOAD, FEW, lambda: told.append("first"))
+    second = submit(engine, Direction.LOAD, FEW, lambda: told.append("second"))
+    engine.step(early=True)
+    engine.hold_back()
+    engine.step(early=True)  # also once a stream waits for the first
+    engine.hold_back()
+    assert told == ["first"]
+    assert len(device.held) == 1
+    stream.may_end.set()
+    assert first.wait(WAIT_S)
+    assert second.wait(WAIT_S)
+    assert told == ["first", "second"]
+    assert engine.close(WAIT_S)
+
+
 def test_nobody_is_told_early_where_nothing_can_be_held_back() -> None:
     device = StreamedDevice()
     device.can_hold_back = False

@@ -208,9 +208,9 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step: vLLM calls this before it enqueues anything of it."""
-        if self._worker is not None:
-            self._worker.begin_step()
+        """Begin a step: vLLM's first model runner calls this before it enqueues anything of it."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Begin this step's loads; returns at once."""
@@ -218,7 +218,7 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs only after its load has ended."""
+        """Nothing to wait for: a request runs behind its load, as a whole."""
 
     def save_kv_layer(
         self,

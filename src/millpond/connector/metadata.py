@@ -45,13 +45,15 @@ class StepMetadata(KVConnectorMetadata):
 
     ``delayed`` names finished requests whose stores are in flight: each worker reports them
     as sent when its own copies have ended, and the engine keeps stepping until then.
-    ``computes``: some request has tokens in this step.
+    ``computes``: some request has tokens in this step. ``uses_pages``: that, or pages are zeroed
+    or copied before it.
     """
 
     loads: list[Job] = field(default_factory=list[Job])
     stores: list[Job] = field(default_factory=list[Job])
     delayed: set[str] = field(default_factory=set[str])
     computes: bool = True
+    uses_pages: bool = True
 
 
 NOT_READY: Final = "the arena is not ready for copies yet"

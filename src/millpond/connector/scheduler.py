@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from millpond.connector import versions
 from millpond.connector.adapters import Adapters
 from millpond.connector.geometry import EngineLayout
 from millpond.connector.link import Link
@@ -264,6 +265,7 @@ class SchedulerSide:
             loads=self._loads,
             delayed=self._delayed,
             computes=output.total_num_scheduled_tokens > 0,
+            uses_pages=versions.uses_pages(output),
         )
         self._loads, self._delayed = [], set()
         computed: dict[str, int] = {}

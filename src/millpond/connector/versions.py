@@ -13,6 +13,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
@@ -53,6 +54,29 @@ def tells_of_each_step(vllm_config: VllmConfig) -> bool:
     The second model runner zeroes blocks before it.
     """
     return not getattr(vllm_config, "use_v2_model_runner", True)
+
+
+def uses_pages(output: SchedulerOutput) -> bool:
+    """Return whether a step computes, zeroes or copies pages; an empty one may do the latter."""
+    return bool(
+        output.total_num_scheduled_tokens
+        or getattr(output, "new_block_ids_to_zero", None)
+        or getattr(output, "kv_cache_block_copies", None)
+    )
+
+
+def may_load_early(vllm_config: VllmConfig) -> bool:
+    """Return whether nobody else is kept waiting, or served from the same blocks, meanwhile.
+
+    Data-parallel engines compute together, also when one of them has nothing to do; with
+    several connectors another one may fill blocks of a request that was aborted.
+    """
+    transfer = vllm_config.kv_transfer_config
+    return (
+        vllm_config.parallel_config.data_parallel_size == 1
+        and transfer is not None
+        and transfer.kv_connector == "MillpondConnector"
+    )
 
 
 def layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:

@@ -3,8 +3,9 @@
     main thread     start_loads, start_stores: check the session, plan, submit; never waits
     copy threads    copy, then: checksums if they are on, finish the lease with the daemon,
                     note the result
-    main thread     finished: goes on with copies, notes loads that have landed;
-                    or that the forward pass waits for on the device;
+    main thread     begin_step: lets the device wait for a load that was reported early;
+                    finished: goes on with copies, notes loads that have landed, or, early,
+                    one that the next forward pass is to wait for;
                     take_results: hands on what was noted
     link thread     (re)joins the engine's session; tells the daemon which earlier ones are
                     drained, once no copy that began under them is in flight (E5)
@@ -111,6 +112,9 @@ class WorkerSide:
         except UnsupportedEngine as error:
             return RankLayout("", "", refusal=str(error))
         self._begins_steps = versions.tells_of_each_step(vllm_config)
+        if self._early_loads and not versions.may_load_early(vllm_config):
+            logger.warning("event=setting_changed name=connector.early_loads to=false")
+            self._early_loads = False
         self._link.start()
         layers = [layer.layer for part in self._layout.parts for layer in part.layers]
         return RankLayout(
@@ -120,9 +124,14 @@ class WorkerSide:
 
     # -------------------------------------------------------------- a step
 
-    def begin_step(self) -> None:
-        """Let the step that begins wait, on the device, for loads that were reported early."""
-        self._copy_engine.hold_back()
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Let the step that begins wait, on the device, for a load that was reported early.
+
+        Not an empty step: vLLM ends it with a mark on the stream, which the host waits for at
+        the beginning of the next one, and that is the step that is to be launched meanwhile.
+        """
+        if metadata.uses_pages:
+            self._copy_engine.hold_back()
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Begin this step's loads, ordered after all earlier uses of the blocks they fill."""
@@ -199,7 +208,7 @@ class WorkerSide:
         with self._lock:
             if job.job_id in self._landed:
                 self._landed.remove(job.job_id)
-                if failure is not None:  # of the device, which the engine notices as well
+                if failure is not None:  # of the device: the engine's next call fails as well
                     logger.error("event=load_failed_late request=%s", job.request_id)
                 return
             self._loaded.add(job.request_id)

@@ -16,6 +16,7 @@ from millpond.transfer.copies import Direction
 from millpond.transfer.device import Fence
 
 NAME = "told of early"
+_NUM_PAGES_MAX = 8
 
 
 def compute_behind_load(subject: Subject, path: OwnPath, control: Control) -> Attempt:
@@ -25,7 +26,9 @@ def compute_behind_load(subject: Subject, path: OwnPath, control: Control) -> At
     limit_s = timing.delay_s if control is Control.NONE else timing.control_s
     with device.on(Where.OTHER):
         hold = device.hold(limit_s)
-    call = subject.call(Direction.LOAD, Where.OTHER, hold)
+    # Few: a lane stops behind a fence that is not passed, and what is left is not told of.
+    pairs = list(subject.pairs[:_NUM_PAGES_MAX])
+    call = subject.call_with(pairs, Direction.LOAD, Where.OTHER, hold)
     fault = None
     if control is Control.SYNCHRONIZED:
         fault = subject.settle(call, hold)
@@ -35,14 +38,15 @@ def compute_behind_load(subject: Subject, path: OwnPath, control: Control) -> At
         with device.on(Where.WORK):
             path.engine.hold_back()
     point = _read(subject)
+    was_late = call.was_late or (control is Control.NONE and hold.is_open())
     poll(lambda: point.is_passed() or hold.is_open(), limit_s)
     fault = subject.settle(call, hold) or fault
     return Attempt(
-        subject.compare_seen(Epoch.NEW),
-        subject.num_bytes,
+        subject.compare_seen(Epoch.NEW, num_pages=len(pairs)),
+        len(pairs) * subject.room.page_bytes,
         canaries=subject.compare_canaries(),
         blocked=call.was_blocked,
-        late=call.was_late,
+        late=was_late,
         fault=fault,
     )
 

@@ -148,7 +148,7 @@ def _told_early_unordered(device: GateDevice) -> AbstractContextManager[object]:
     del device
 
     def mutated(lane: Lane) -> None:
-        lane._told_early.clear()
+        del lane
 
     return patch.object(Lane, "hold_back", mutated)
 
@@ -161,6 +161,16 @@ def _held_back_on_another_stream(device: GateDevice) -> AbstractContextManager[o
             original(lane)
 
     return patch.object(Lane, "hold_back", mutated)
+
+
+def _early_end_on_another_stream(device: GateDevice) -> AbstractContextManager[object]:
+    def mutated(lane: Lane, item: InFlight) -> Event:
+        del item
+        with device.on(Where.LEGACY):
+            fence: Any = lane._device.fence()
+            return fence
+
+    return patch.object(Lane, "_end_for_early", mutated)
 
 
 def _lease_ends_at_submission(device: GateDevice) -> AbstractContextManager[object]:
@@ -319,7 +329,7 @@ MUTANTS: Final = (
     Mutant(Edge.E4, "load-landed-without-asking", _E4, _landed_unasked),
     Mutant(Edge.E4, "load-told-early-unordered", _EARLY, _told_early_unordered),
     Mutant(Edge.E4, "load-early-on-another-stream", _EARLY, _held_back_on_another_stream),
-    Mutant(Edge.E4, "load-early-end-when-enqueued", _EARLY, _done_when_enqueued(_LOAD)),
+    Mutant(Edge.E4, "load-early-end-elsewhere", _EARLY, _early_end_on_another_stream),
     Mutant(
         Edge.E5,
         "slots-of-an-ended-session-not-quarantined",

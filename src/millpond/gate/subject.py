@@ -148,9 +148,9 @@ class Subject:
         """Compare the device's pages as they are now."""
         return self._compare_on_device(self.room.pages, epoch)
 
-    def compare_seen(self, epoch: Epoch) -> Comparison:
-        """Compare what a reader has read."""
-        return self._compare_on_device(self.seen, epoch)
+    def compare_seen(self, epoch: Epoch, *, num_pages: int | None = None) -> Comparison:
+        """Compare what a reader has read, of the first pairs or all."""
+        return self._compare_on_device(self.seen, epoch, num_pages)
 
     def compare_staging(self, epoch: Epoch) -> Comparison:
         """Compare what the gate's own copy of all pages brought to the host."""
@@ -165,8 +165,11 @@ class Subject:
         spare = tuple(_CANARY_LABEL + i for i in self._spare_rows)
         return Comparison.concatenate([guards, compare(found, Rows(spare, Epoch.CANARY))])
 
-    def _compare_on_device(self, pages: torch.Tensor, epoch: Epoch) -> Comparison:
-        return compare(self.device.read(pages)[self._page_ids], Rows(self.blocks, epoch))
+    def _compare_on_device(
+        self, pages: torch.Tensor, epoch: Epoch, num_pages: int | None = None
+    ) -> Comparison:
+        found = self.device.read(pages)[self._page_ids[:num_pages]]
+        return compare(found, Rows(self.blocks[:num_pages], epoch))
 
     # ------------------------------------------------------------ calls
 

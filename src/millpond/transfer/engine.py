@@ -81,13 +81,14 @@ class CopyEngine(Protocol):
         """Go on with what is queued, and tell of what has landed; waits for nothing.
 
         For the thread that submits, as often as it comes by: see ``streams.py``. With ``early``
-        loads all of whose copies are on their stream are told of as well. Who asks for that
-        calls ``hold_back`` before it enqueues anything that may use any page.
+        the oldest load that has not landed is told of as well, if all of its copies are on their
+        stream and none is under way that was told of so. Who asks for that calls ``hold_back``
+        before it enqueues anything that may use any page.
         """
         ...
 
     def hold_back(self) -> None:
-        """Hold the caller's current stream back until loads that were told of early have landed.
+        """Hold the caller's current stream back until a load that was told of early has landed.
 
         All that is enqueued there from now on waits, whatever it is; the caller does not.
         Raises ``CopyFailed`` where the device has failed.

@@ -4,8 +4,8 @@
                        submit()    enqueues in the direction's lane: its stream waits for the
                                    fence, takes the copies, marks their end
                        step()      goes on with what is left, a portion a call; tells of loads
-                                   whose end the device has come past, or, early, of those
-                                   all of whose copies are on the stream
+                                   whose end the device has come past, or, early, of one all
+                                   of whose copies are on the stream
                        hold_back() the engine's current stream waits for what was told early
     enqueuing thread   goes on where the engine's thread does not come by, or has to wait
     ending thread      waits for the end on the device, then ``on_done``
@@ -98,8 +98,10 @@ class Lane:
         self._in_flight: deque[InFlight] = deque()
         self._not_landed: list[InFlight] = []
         """Those of ``_in_flight`` whose landing somebody wants to hear of, and has not."""
-        self._told_early: list[Event] = []
-        """Ends of loads that were told of early, for which no stream waits yet."""
+        self._told_early: Event | None = None
+        """The end of the load that was told of early last."""
+        self._is_held_back = True
+        """Whether a stream waits for it."""
         self._num_unfinished = 0
         self._is_enqueuing = False
         """Whether some thread puts a submission on the stream: one at a time."""
@@ -131,16 +133,19 @@ class Lane:
             self._stepped_s = time.monotonic()
             self._hand_over(1)
         for item in tuple(self._not_landed):
-            if self._has_landed(item) or (early and self._is_for_hold_back(item)):
+            if self._has_landed(item):
                 _tell(lambda item=item: self._end_landing(item, is_landed=True))
+        if early and self._not_landed and self._device.can_hold_back:
+            self._tell_early(self._not_landed[0])
 
     def hold_back(self) -> None:
         """As ``CopyEngine.hold_back``."""
-        ends, self._told_early = self._told_early, []
-        for end in ends:
+        end = self._told_early
+        if end is not None and not self._is_held_back:
             # guards: what the engine enqueues once it has been told early must not read or
             # write a page before the load's last byte (E4): its stream waits for the event.
             self._device.hold_back(end)
+            self._is_held_back = True
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Wait until nothing is queued or in flight; False when the time ran out."""
@@ -266,12 +271,19 @@ class Lane:
         # event behind it that is asked, and a failure that the event tells of is no landing.
         return item.end is not None and item.end.is_passed() and _wait(item.end) is None
 
-    def _is_for_hold_back(self, item: InFlight) -> bool:
-        """Leave a load to ``hold_back``, where there is such a thing."""
-        if item.end is None or not self._device.can_hold_back:
-            return False
-        self._told_early.append(item.end)
-        return True
+    def _tell_early(self, item: InFlight) -> None:
+        """Tell of a load before it has landed, unless one that was told of so is under way.
+
+        The requests of several loads would run together, behind the last one.
+        """
+        if self._told_early is not None and not self._told_early.is_passed():
+            return
+        self._told_early, self._is_held_back = self._end_for_early(item), False
+        _tell(lambda: self._end_landing(item, is_landed=True))
+
+    def _end_for_early(self, item: InFlight) -> Event | None:
+        # guards: what is waited for is the event behind the load's last byte (E4).
+        return item.end
 
     def _end_landing(self, item: InFlight, *, is_landed: bool) -> None:
         """Tell of a landing, or that there will be none, unless that has been done."""
