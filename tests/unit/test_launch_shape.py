@@ -93,6 +93,25 @@ def test_layers_that_are_all_recurrent_are_no_hybrid() -> None:
     assert model_shape(text).kind is Kind.RECURRENT
 
 
+@pytest.mark.parametrize(
+    ("told", "kind", "num_attention"),
+    [
+        ({"attn_type_list": [0, 0, 0, 1] * 9}, Kind.HYBRID, 9),  # MiniMax-Text-01
+        ({"attn_type_list": [1] * 36}, Kind.ATTENTION, 36),  # MiniMax-M2
+        ({"layer_group_size": 4}, Kind.HYBRID, 9),  # Bailing's linear ones
+        ({"layer_group_size": 1}, Kind.ATTENTION, 36),
+    ],
+)
+def test_linear_layers_that_are_numbered_or_grouped_are_seen(
+    told: dict[str, Any], kind: Kind, num_attention: int
+) -> None:
+    shape = model_shape({**configs.QWEN3, **told})
+    assert shape.kind is kind
+    assert shape.attention is not None
+    assert shape.attention.num_layers == num_attention
+    assert shape.recurrent is None, "nothing is known of the size of such a state"
+
+
 def test_a_sparse_index_leaves_the_size_open() -> None:
     assert model_shape({**configs.DEEPSEEK, "index_topk": 2048}).attention is None
 

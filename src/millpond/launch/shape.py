@@ -22,6 +22,8 @@ Config = Mapping[str, object]
 _RECURRENT_LAYERS: Final = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "lightning_attention", "hybrid"}
 )
+_LINEAR_LAYER: Final = "linear_attention"
+_FULL_LAYER: Final = "full_attention"
 _MIXED_LAYER: Final = "hybrid"
 """Attention and recurrence side by side in one layer."""
 _CHUNKED_LAYER: Final = "chunked_attention"
@@ -153,13 +155,20 @@ def _layers(text: Config) -> Sequence[str] | None:
     listed = text.get("layer_types")
     if isinstance(listed, list):
         return [str(name) for name in cast("Sequence[object]", listed)]
-    num_layers = _count(text, "num_hidden_layers")
-    if num_layers is None or _count(text, "linear_num_value_heads") is None:
+    numbered = text.get("attn_type_list")  # MiniMax: 0 is linear, 1 is full
+    if isinstance(numbered, list):
+        return [_LINEAR_LAYER if not each else _FULL_LAYER for each in cast("list[int]", numbered)]
+    num_layers, interval = _count(text, "num_hidden_layers"), _full_interval(text)
+    if num_layers is None or interval is None:
         return None
-    interval = _count(text, "full_attention_interval") or _DEFAULT_FULL_INTERVAL
-    return [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
-    ]
+    return [_LINEAR_LAYER if (i + 1) % interval else _FULL_LAYER for i in range(num_layers)]
+
+
+def _full_interval(text: Config) -> int | None:
+    """Return the distance of layers with full attention, where the others are recurrent."""
+    if _count(text, "linear_num_value_heads") is not None:
+        return _count(text, "full_attention_interval") or _DEFAULT_FULL_INTERVAL
+    return _count(text, "layer_group_size")  # Bailing's linear ones
 
 
 def _kind(config: Config, text: Config, layers: Sequence[str] | None) -> Kind:
@@ -222,7 +231,7 @@ def _recurrent(text: Config, layers: Sequence[str] | None) -> RecurrentShape | N
     key_heads, key_dim, heads, dim, kernel = cast("list[int]", counts)
     dtype = text.get("mamba_ssm_dtype")
     return RecurrentShape(
-        num_layers=layers.count("linear_attention"),
+        num_layers=layers.count(_LINEAR_LAYER),
         conv_elements=(kernel - 1) * (2 * key_heads * key_dim + heads * dim),
         sum_elements=heads * key_dim * dim,
         dtype=dtype if isinstance(dtype, str) else None,
