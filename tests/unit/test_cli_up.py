@@ -104,8 +104,8 @@ def hybrid(asked: list[SystemOptions], tmp_path: Path, monkeypatch: pytest.Monke
 
 
 OURS = (
-    *("--enable-prefix-caching", "--mamba-cache-mode", "align"),
-    *("--mamba-ssm-cache-dtype", "float32", "--block-size", "896", "--enforce-eager"),
+    *("--enable-prefix-caching", "--enforce-eager", "--mamba-cache-mode", "align"),
+    *("--mamba-ssm-cache-dtype", "float32", "--block-size", "896"),
 )
 
 

@@ -56,13 +56,28 @@ def test_before_032_the_kernels_for_cpus_need_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "block"), [(TINY, 256), (configs.QWEN35_TEXT, 896), (configs.QWEN3_NEXT, 640)]
+    ("config", "block"), [(TINY, 256), (configs.QWEN35_TEXT, 896), (configs.QWEN3_NEXT, 1152)]
 )
-def test_on_cpus_a_hybrids_block_is_told(config: dict[str, Any], block: int) -> None:
-    """Multiples of 128 whose pages of one layer are as long as a layer's state."""
-    choice = choose(config, CPU)
-    assert choice.argv == (*CACHING, "--block-size", str(block), *EAGER)
+@pytest.mark.parametrize(
+    ("version", "told"), [("0.32.0", ()), ("0.28.0", (*ALIGNED, *FLOAT32))], ids=["0.32", "0.28"]
+)
+def test_on_cpus_a_hybrids_block_is_told(
+    config: dict[str, Any], block: int, version: str, told: tuple[str, ...]
+) -> None:
+    """Multiples of 128 whose pages of one layer are as long as a layer's state.
+
+    Qwen3-Next names no type of its states, and the kernels for CPUs keep them in 32 bits: 2.05 MiB
+    a layer, 1,048 tokens of 2 KiB.
+    """
+    choice = choose(config, replace(CPU, engine_version=version))
+    assert choice.argv == (*CACHING, *EAGER, *told, "--block-size", str(block))
     assert choice.sizes.block_tokens == block
+
+
+def test_states_that_the_user_wants_narrow_need_shorter_blocks_on_cpus() -> None:
+    choice = choose(configs.QWEN3_NEXT, CPU, "--mamba-ssm-cache-dtype", "bfloat16")
+    assert choice.argv == (*CACHING, *EAGER, "--block-size", "640")
+    assert choice.sizes.state_bytes < 0.6 * choose(configs.QWEN3_NEXT, CPU).sizes.state_bytes
 
 
 def test_on_gpus_the_block_is_left_to_the_engine() -> None:
@@ -227,8 +242,25 @@ def test_versions_that_were_never_tried_are_pointed_out(version: str, is_told: b
 
 def test_arguments_in_a_file_are_said_to_be_unseen() -> None:
     notes = unknown_notes(UNKNOWN, GPU, "--config", "vllm.yaml", "--hf-overrides", "{}")
-    assert "what --config says has not been looked at" in notes
+    assert "what --config says has not been looked at: nothing is chosen" in notes
     assert "what --hf-overrides says has not been looked at" in notes
+
+
+@pytest.mark.parametrize("given", [("--config", "vllm.yaml"), ("--config=vllm.yaml",)])
+def test_beside_a_file_nothing_is_chosen_that_would_count_before_it(
+    given: tuple[str, ...],
+) -> None:
+    older = replace(CPU, engine_version="0.27.1")
+    assert "--block-size" in choose(TINY, older).argv
+    choice = choose(TINY, older, *given)
+    assert choice.argv == (*CACHING, *EAGER)
+    assert choice.sizes.token_bytes is None, "the file may say how wide pages are"
+
+
+def test_a_file_may_use_gpus_that_seem_idle() -> None:
+    many = replace(GPU, num_gpus=8)
+    assert "left idle" in " ".join(choose(configs.QWEN3, many).notes)
+    assert "left idle" not in " ".join(choose(configs.QWEN3, many, "--config", "f.yaml").notes)
 
 
 def test_steps_are_left_alone_and_said_to_be() -> None:

