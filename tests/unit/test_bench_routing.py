@@ -102,6 +102,61 @@ def test_lines_that_come_late_and_in_halves_are_waited_for(
     assert one.routed == Routed(is_moved=True, sources=LOADED)
 
 
+def test_what_was_there_before_is_not_read(tmp_path: Path, log: AccessLog) -> None:
+    """Only the last line is looked at: a log may have grown for months, a full disk spoilt one."""
+    (tmp_path / "log").write_bytes(b"spoilt\n")
+    log.write(line("r0"))
+    read = RouterLog(tmp_path / "log")
+    log.write(line("r1"))
+    samples = [sample(0, 5.0), sample(1, 5.0)]
+    read.attribute(samples)
+    assert [each.routed is None for each in samples] == [True, False]
+
+
+@pytest.mark.parametrize("how", ["truncated", "renamed", "renamed and longer"])
+def test_a_log_that_is_rotated_is_read_from_its_new_begin(
+    log: AccessLog, tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / "log"
+    for number in range(3):
+        log.write(line(f"before-{number}"))
+    read = RouterLog(path)
+    if how == "truncated":
+        path.write_bytes(b"")
+        log.write(line("r0"))
+    else:
+        path.rename(tmp_path / "log.1")
+        anew = AccessLog(path)
+        anew.write(line("r0"))
+        for number in range(5 if how == "renamed and longer" else 0):
+            anew.write(line(f"after-{number}"))
+        anew.close()
+    one = sample(0, 5.0)
+    read.attribute([one])
+    assert one.routed == Routed(is_moved=True, sources=LOADED)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [b"nonsense\n", b'{"request_id": "r0"}\n', b'{"request_id": "r0", "is_moved": true}\n'],
+)
+def test_what_cannot_be_read_after_measuring_ends_no_run(
+    log: AccessLog, tmp_path: Path, spoilt: bytes
+) -> None:
+    path = tmp_path / "log"
+    read = RouterLog(path)
+    with path.open("ab") as file:
+        file.write(spoilt)
+    log.write(line("r1"))
+    samples = [sample(0, 5.0), sample(1, 5.0)]
+    read.attribute(samples)
+    assert [each.routed is None for each in samples] == [True, False]
+    path.unlink()
+    gone = sample(2, 5.0)
+    read.attribute([gone])
+    assert gone.routed is None
+
+
 @pytest.mark.parametrize("text", [None, "nonsense\n", '{"time": 1}\n'])
 def test_what_is_no_access_log_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
