@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -205,6 +206,32 @@ def test_files_go_once_all_replicas_have_ended_their_writes(tmp_path: Path) -> N
         memory_of(rival, [url, url]).flush()
     assert asked == ["/reset_prefix_cache?reset_external=true"] * 2
     assert list(files.iterdir()) == [], "the folder itself stays: replicas write to it"
+
+
+def test_files_that_appear_while_they_are_removed_are_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = tmp_path / "model" / "block"
+    block.parent.mkdir()
+    num_left = 2
+    remove = shutil.rmtree
+
+    def removing(path: Path, *, ignore_errors: bool) -> None:
+        nonlocal num_left
+        remove(path, ignore_errors=ignore_errors)
+        if num_left:
+            num_left -= 1
+            block.parent.mkdir()
+            block.touch()
+
+    monkeypatch.setattr(forgetting.shutil, "rmtree", removing)
+    TieredFiles([], tmp_path).flush()
+    assert list(tmp_path.iterdir()) == []
+    block.parent.mkdir()
+    num_left = 1_000_000
+    monkeypatch.setattr(forgetting, "_WAIT_S_MAX", 0.05)
+    with pytest.raises(RequestTimedOut, match="can't be removed"):
+        TieredFiles([], tmp_path).flush()
 
 
 def test_a_folder_that_was_never_made_has_nothing_to_forget(tmp_path: Path) -> None:

@@ -431,6 +431,14 @@ def test_a_record_holds_every_sample_and_is_read_again(tmp_path: Path) -> None:
     }
     assert names <= metrics.keys()
     assert document["analysis"]["effects"]
-    (tmp_path / "bench.json").write_text('{"format": 1}')
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", ', "periods": 3', ', "periods": ["x"]', ', "periods": [{"plan": "x"}]'],
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_damaged_record_is_called_none(tmp_path: Path, number: int, rest: str) -> None:
+    (tmp_path / "bench.json").write_text(f'{{"format": {number}{rest}}}')
     with pytest.raises(ConfigError, match="no record"):
         load_record(tmp_path / "bench.json")

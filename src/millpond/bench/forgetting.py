@@ -68,8 +68,13 @@ class TieredFiles:
         """Forget every prefix; raises as ``flush_engine`` does."""
         for url in self.urls:
             flush_engine(url, with_connector=True)  # writes to files end before it answers
-        for path in self.folder.iterdir() if self.folder.exists() else ():
-            shutil.rmtree(path)
+        deadline = time.monotonic() + _WAIT_S_MAX
+        while entries := list(self.folder.iterdir()) if self.folder.exists() else []:
+            # An engine may still touch a folder while it is removed: then it is there again.
+            for path in entries:
+                shutil.rmtree(path, ignore_errors=True)
+            if time.monotonic() > deadline:
+                raise RequestTimedOut(f"{entries[0]} can't be removed in {_WAIT_S_MAX:g} s")
 
 
 def memory_of(rival: Rival, urls: Sequence[str]) -> Forgets:

@@ -187,7 +187,8 @@ def load_record(path: Path) -> Record:
 def _upgrade(document: dict[str, Any]) -> None:
     document["format"] = FORMAT
     for period in document["periods"]:
-        period["plan"]["others"] = [period["plan"].pop("other")]
+        plan = msgspec.convert(period["plan"], dict[str, Any])
+        period["plan"] = plan | {"others": [plan.pop("other")]}
 
 
 def write_json(path: Path, value: object) -> None:
