@@ -1,6 +1,6 @@
 """Effects, noise and verdicts on made periods with a planted effect, a drift, or none."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -228,6 +228,23 @@ def test_two_runs_are_compared_prompt_by_prompt() -> None:
     found = {each.cache: each for each in compare(before, after) if each.metric == "ttft_ms"}
     assert found["millpond"].ratio.value == pytest.approx(1.5, rel=0.03)
     assert found["millpond"].verdict == "faster"
+    assert found["off"].verdict == "within noise"
+
+
+def test_a_run_with_more_caches_is_compared_with_one_that_has_fewer() -> None:
+    """By cache and half of the round, whatever lies between; what only one has is left out."""
+
+    def times(speeds: dict[str, float]) -> Callable[[Plan, int], float]:
+        return noisy(lambda plan, i: base_ms(i) / speeds[plan.cache], share=0.02, seed=1)
+
+    before = periods(PLANS, times({"off": 1.0, "millpond": 2.0}))
+    plans = plan_periods(Design(rounds=1, aa_rounds=1), ["off", "lmcache", "millpond"])
+    after = periods(plans, times({"off": 1.0, "lmcache": 1.5, "millpond": 3.0}))
+    found = {each.cache: each for each in compare(before, after) if each.metric == "ttft_ms"}
+    assert found.keys() == {"off", "millpond"}
+    assert found["millpond"].ratio.value == pytest.approx(1.5, rel=0.03)
+    assert found["millpond"].num_prompts == 60
+    assert found["off"].num_prompts == 180
     assert found["off"].verdict == "within noise"
 
 

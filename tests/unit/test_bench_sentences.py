@@ -60,6 +60,35 @@ def test_tokens_are_counted_by_source() -> None:
     assert found == (50, 20, 30, 40, 60, 100)
 
 
+def test_a_failed_request_takes_away_no_explanation() -> None:
+    made = periods(PLANS, planted(2.0), num_prompts=12)
+    for each in made:
+        for one in each.samples:
+            one.cached_tokens = 60 if each.plan.cache == "millpond" else 0
+    made[5].samples[0] = sample(0, None)
+    analysis = analyse(made)
+    assert [each.unknown for each in analysis.tokens] == [0, 0]
+    assert "100 % of the tokens computed without, 40 % with" in headlines(SCENARIO, analysis)[1]
+
+
+def test_beyond_noise_is_said_only_where_noise_is_known() -> None:
+    """As after Ctrl-C behind one pair: no A/A round, and no second OFF period."""
+    plans = plan_periods(Design(rounds=1, aa_rounds=0), ["off", "millpond"])[:2]
+    verdicts, moved = headlines(SCENARIO, analyse(periods(plans, planted(10.0), num_prompts=12)))
+    assert verdicts == "millpond against off: moved requests 10.00 times as fast (faster)"
+    assert "faster, noise not known" in moved
+
+
+@pytest.mark.parametrize(("num_prompts", "is_told"), [(5, False), (6, True)])
+def test_a_verdict_needs_six_prompts(num_prompts: int, *, is_told: bool) -> None:
+    """A prompt that is asked in both pairs is one: of fewer, 95 % can't be known."""
+    made = periods(PLANS, noisy(planted(2.0), share=0.02, seed=1), num_prompts=num_prompts)
+    verdicts, moved = headlines(SCENARIO, analyse(made))
+    assert ("faster beyond noise" in verdicts) == is_told
+    assert ("too few prompts" in verdicts) != is_told
+    assert ("no verdict below 6 prompts" in moved) != is_told
+
+
 def test_what_an_engine_found_is_its_own_only_where_there_is_no_other_cache() -> None:
     made = periods(PLANS, planted(2.0), num_prompts=1)
     for each in made:
@@ -168,7 +197,7 @@ def test_sentences_say_first_what_moved_and_cold_requests_and_sessions_did() -> 
             sample(
                 i, ttft_ms + i, group="talk 9", key=f"t{i}", unit=f"talk 9/{i // 2}", role="local"
             )
-            for i in range(8)
+            for i in range(12)
         ]
     verdicts, moved, cold, session = headlines(scenario, analyse(made))
     assert re.fullmatch(
@@ -183,8 +212,8 @@ def test_sentences_say_first_what_moved_and_cold_requests_and_sessions_did() -> 
     assert "by A/A rounds" in moved
     assert cold.startswith("cold requests, g: TTFT")
     assert "within noise" in cold
-    assert session.startswith("sessions, talk 9: sum of TTFT 207 ms → 107 ms, 1.9")
-    assert "; whole session 1.13 s → 1.08 s, 1.0" in session
+    assert session.startswith("sessions, talk 9: sum of TTFT 211 ms → 111 ms, 1.9")
+    assert "; whole session 1.14 s → 1.09 s, 1.0" in session
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Two records side by side: the same cache in both, paired by prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from millpond.bench.effects import Compared, Pair, Verdict, judge, noise_of, paired_effects
 from millpond.bench.observations import cells_of, observe_all, values_by_key
-from millpond.bench.records import Period
+from millpond.bench.records import Period, Plan
 from millpond.bench.statistics import Estimate, Interval
 from millpond.model.errors import ConfigError
 
@@ -29,22 +29,28 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 def compare(a: Sequence[Period], b: Sequence[Period], *, seed: int = 1) -> list[Difference]:
     """Return all differences; raises ``ConfigError`` where the two asked no prompt alike.
 
-    Periods of the same number and cache are paired: a run and its repetition.
+    Periods of the same cache in the same place of a round are paired, whichever other caches
+    either run had beside it. A cache that only one of them had is left out.
     """
     observed_a, observed_b = observe_all(a), observe_all(b)
-    plans_b = [period.plan for period in b]
-    shared = [period.plan for period in a if period.plan in plans_b]
+    places = {_place(period.plan): period.plan.number for period in b}
+    shared = [(each.plan, places[place]) for each in a if (place := _place(each.plan)) in places]
     pairs: dict[Compared, list[Pair]] = {}
     for cell in cells_of(observed_a):
-        for plan in shared:
-            values = (values_by_key(each, plan.number, cell) for each in (observed_a, observed_b))
+        for plan, number in shared:
+            values_a = values_by_key(observed_a, plan.number, cell)
+            values_b = values_by_key(observed_b, number, cell)
             row = Compared(cell, plan.cache, plan.cache)
-            pairs.setdefault(row, []).append(Pair(plan.round, plan.position, *values))
+            pairs.setdefault(row, []).append(Pair(plan.round, plan.pair, values_a, values_b))
     effects = paired_effects(pairs, seed=seed)
-    noises = [noise_of(*each, seed=seed) for each in ((a, observed_a), (b, observed_b))]
+    noises = [
+        (noise_of(periods, observed, seed=seed), periods[0].plan.base)
+        for periods, observed in ((a, observed_a), (b, observed_b))
+        if periods
+    ]
     found: list[Difference] = []
     for row, effect in effects.items():
-        noise = _wider(*(each.interval(row.cell, shared[0].base) for each in noises))
+        noise = _widest(each.interval(row.cell, base) for each, base in noises)
         found.append(
             Difference(
                 group=row.cell.group,
@@ -56,7 +62,7 @@ def compare(a: Sequence[Period], b: Sequence[Period], *, seed: int = 1) -> list[
                 b_median_ms=effect.other_median_ms,
                 ratio=effect.ratio,
                 noise=noise,
-                verdict=judge(effect.ratio, noise),
+                verdict=judge(effect, noise),
             )
         )
     if not found:
@@ -67,5 +73,13 @@ def compare(a: Sequence[Period], b: Sequence[Period], *, seed: int = 1) -> list[
     return found
 
 
-def _wider(one: Interval | None, other: Interval | None) -> Interval | None:
-    return other if one is None else one.union(other)
+def _place(plan: Plan) -> tuple[int, int, bool, str]:
+    """Return where a period stands, whichever caches its round has beside its own."""
+    return plan.round, plan.pair, plan.is_other, plan.cache
+
+
+def _widest(intervals: Iterable[Interval | None]) -> Interval | None:
+    widest: Interval | None = None
+    for interval in intervals:
+        widest = interval if widest is None else widest.union(interval)
+    return widest

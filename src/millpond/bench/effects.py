@@ -8,7 +8,7 @@ there are none the two OFF periods of each round, which lie furthest apart.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +18,10 @@ from millpond.bench.records import Period
 from millpond.bench.resampling import Values
 from millpond.bench.statistics import Estimate, Interval, estimate_medians
 
-Verdict = Literal["faster", "slower", "within noise"]
+Verdict = Literal["faster", "slower", "within noise", "too few prompts"]
+BEYOND: Final[tuple[Verdict, ...]] = ("faster", "slower")
+PROMPTS_MIN: Final = 6
+"""The least n whose extremes hold the median between them with 95 %: with 1 - 2 / 2**n."""
 NoiseSource = Literal["A/A rounds", "OFF periods", "none"]
 
 
@@ -36,6 +39,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ratio`` is the median over prompts of time without / time with; ``saved_ms`` that of
     their difference. ``noise`` is the interval of the same ratio where nothing was changed.
+    A prompt counts in each pair, and only once in ``num_distinct_prompts``.
     """
 
     group: str
@@ -44,6 +48,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     base: str
     other: str
     num_prompts: int
+    num_distinct_prompts: int
     base_median_ms: float
     other_median_ms: float
     ratio: Estimate
@@ -74,6 +79,10 @@ class Pair(NamedTuple):
     pair: int
     base: Mapping[str, float]
     other: Mapping[str, float]
+
+    def prompts(self) -> set[tuple[int, str]]:
+        """Return the prompts that both have; each round has its own."""
+        return {(self.round, key) for key in self.base.keys() & self.other.keys()}
 
     def values(self) -> tuple[Values, Values]:
         """Return the values of prompts that both have, in the same order."""
@@ -123,15 +132,15 @@ def effects_of(
 
 def _judged(effect: Effect, noise: tuple[Interval, NoiseSource] | None) -> Effect:
     interval, source = noise or (None, "none")
-    verdict = judge(effect.ratio, interval)
+    verdict = judge(effect, interval)
     return msgspec.structs.replace(effect, noise=interval, noise_source=source, verdict=verdict)
 
 
-def judge(ratio: Estimate, noise: Interval | None) -> Verdict:
+def judge(effect: Effect, noise: Interval | None) -> Verdict:
     """Return whether a ratio lies beyond noise with the whole of its interval."""
-    interval = ratio.interval
-    if interval is None:
-        return "within noise"
+    interval = effect.ratio.interval
+    if interval is None or effect.num_distinct_prompts < PROMPTS_MIN:
+        return "too few prompts"
     bound = noise_bound(noise)
     if interval.low > bound:
         return "faster"
@@ -221,6 +230,7 @@ def paired_effects(
             base=row.base,
             other=row.other,
             num_prompts=sum(len(base) for base, _ in both),
+            num_distinct_prompts=len({key for pair in pairs[row] for key in pair.prompts()}),
             base_median_ms=float(np.median(np.concatenate([base for base, _ in both]))),
             other_median_ms=float(np.median(np.concatenate([other for _, other in both]))),
             ratio=estimates[row, "ratio"],
@@ -236,7 +246,7 @@ def paired_effects(
             ],
             noise=None,
             noise_source="none",
-            verdict="within noise",
+            verdict="too few prompts",
         )
         for row, both in values.items()
     }

@@ -5,11 +5,11 @@ each kind with its times, the noise, and what the tokens say about it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, get_args
 
 from millpond.bench.analysis import Analysis
 from millpond.bench.causes import cause_of
-from millpond.bench.effects import Effect, Verdict
+from millpond.bench.effects import BEYOND, PROMPTS_MIN, Effect, Verdict
 from millpond.bench.observations import WHOLE
 from millpond.bench.scenario import Mixed, Scenario, Sessions
 from millpond.bench.workloads import mixed_groups, session_groups
@@ -68,18 +68,19 @@ def _together(effects: Sequence[Effect]) -> str:
     ratios = sorted(effect.ratio.value for effect in effects)
     low, high = f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"
     span = low if low == high else f"{low} to {high}"
-    counts = {
-        verdict: sum(effect.verdict == verdict for effect in effects)
-        for verdict in ("faster", "slower", "within noise")
-    }
-    num = len(effects)
     shares = [
-        (verdict if count == num else f"{verdict} in {count} of {num}")
-        + (" beyond noise" if verdict != "within noise" else "")
-        for verdict, count in counts.items()
-        if count
+        _share_of(verdict, mine, len(effects))
+        for verdict in get_args(Verdict)
+        if (mine := [effect for effect in effects if effect.verdict == verdict])
     ]
     return f"{span} times as fast ({', '.join(shares)})"
+
+
+def _share_of(verdict: Verdict, mine: Sequence[Effect], num_effects: int) -> str:
+    """Return how many effects have a verdict, and that they are beyond noise if that is known."""
+    share = verdict if len(mine) == num_effects else f"{verdict} in {len(mine)} of {num_effects}"
+    is_beyond = verdict in BEYOND and all(effect.noise is not None for effect in mine)
+    return f"{share} beyond noise" if is_beyond else share
 
 
 # ---------------------------------------------------------------- one by one
@@ -130,8 +131,8 @@ def _named(analysis: Analysis, effect: Effect) -> str:
 
 def _because(analysis: Analysis, effect: Effect, expected: Verdict | None) -> str:
     """Return what the tokens say of an effect, and of one that was expected and is not there."""
-    is_surprise = expected is not None and effect.verdict != expected
-    if effect.verdict == "within noise" and not is_surprise:
+    is_surprise = expected is not None and effect.verdict not in (expected, "too few prompts")
+    if effect.verdict not in BEYOND and not is_surprise:
         return ""
     return f"{'. Not as expected' if is_surprise else ''}; {cause_of(effect, analysis.tokens)}"
 
@@ -143,6 +144,9 @@ def _pays_from(scenario: Scenario, analysis: Analysis) -> Iterator[str]:
         for other in dict.fromkeys(effect.other for effect in analysis.effects):
             found = payoff(analysis.effects, workload, other)
             if not found:
+                continue
+            if found[-1][1].verdict == "too few prompts":
+                yield f"{other}: too few prompts to say from which moved share on it pays"
                 continue
             pays_from = None
             for share, effect in reversed(found):
@@ -190,6 +194,8 @@ def _percent(effect: Effect) -> str:
 
 
 def _verdict(effect: Effect) -> str:
+    if effect.verdict == "too few prompts":
+        return f"no verdict below {PROMPTS_MIN} prompts"
     if effect.noise is None:
         return f"{effect.verdict}, noise not known"
     noise = f"{effect.noise.low:.2f} to {effect.noise.high:.2f} by {effect.noise_source}"

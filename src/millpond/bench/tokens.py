@@ -64,11 +64,13 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tokens_of(periods: Sequence[Period]) -> list[Tokens]:
-    """Return the tokens of each group and role under each cache."""
+    """Return the tokens of each group and role under each cache, of requests that were answered."""
     totals: dict[tuple[str, str, str], Counter[str]] = {}
     for period in periods:
         cache = period.plan.cache
         for sample in period.samples:
+            if sample.error is not None:
+                continue
             total = totals.setdefault((sample.group, sample.role, cache), Counter())
             total.update(_counts(sample, cache))
             if sample.routed is not None:
