@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from millpond.launch import process as process_module
 from millpond.launch.process import GuardedProcess, ProcessSpec
 from tests.waiting import eventually
 
@@ -112,6 +113,30 @@ def test_files_and_folders_that_a_killed_command_leaves_elsewhere_are_removed(
     assert folder.exists()
     process.kill()
     assert not file.exists()
+    assert not folder.exists()
+
+
+def test_leftovers_may_be_given_as_patterns(starter: Starter, tmp_path: Path) -> None:
+    folder = tmp_path / "[it]"  # is meant literally
+    folder.mkdir()
+    made = [folder / name for name in ("tier_dp0.mmap", "tier_dp1.mmap", "other.mmap")]
+    for path in made:
+        path.touch()
+    process = starter.start(PAUSE, leftovers=(folder / "tier_dp*.mmap",))
+    process.ask_to_stop()
+    process.wait_stopped()
+    assert [path.exists() for path in made] == [False, False, True]
+
+
+def test_the_removal_of_leftovers_has_time_of_its_own(
+    starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_GUARD_S_MAX", 0.0)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    process = starter.start(PAUSE, grace_s=0.0, leftovers=(folder,))
+    process.ask_to_stop()
+    process.wait_stopped()
     assert not folder.exists()
 
 

@@ -1,5 +1,6 @@
 """How other caches are started, and what is refused where they can't be."""
 
+import fnmatch
 import json
 import re
 from pathlib import Path
@@ -112,8 +113,22 @@ def test_replicas_share_files_and_have_equal_parts_of_the_memory() -> None:
 def test_what_a_killed_replica_leaves_is_known_by_name() -> None:
     a, b = (vllm_fs().membership(name) for name in "ab")
     assert a.transfer["engine_id"] == "it-a"
-    assert a.leftovers == (Path("/f/it"), Path("/dev/shm/vllm_offload_it-a.mmap"))
+    assert a.leftovers[:2] == (Path("/f/it"), Path("/dev/shm/vllm_offload_it-a.mmap"))
     assert b.leftovers[1] == Path("/dev/shm/vllm_offload_it-b.mmap")
+
+
+def test_what_each_of_several_engines_leaves_is_known_and_no_other_replicas() -> None:
+    """With --data-parallel-size every engine has a number behind its name."""
+    patterns = [path.name for path in vllm_fs().membership("r").leftovers]
+
+    def is_removed(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    assert is_removed("vllm_offload_it-r.mmap")
+    assert is_removed("vllm_offload_it-r_dp0.mmap")
+    assert is_removed("vllm_offload_it-r_dp11.mmap")
+    assert not is_removed("vllm_offload_it-r27.mmap")
+    assert not is_removed("vllm_offload_it-r27_dp0.mmap")
 
 
 def test_a_hybrids_blocks_are_kept_as_they_are() -> None:

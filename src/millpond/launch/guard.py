@@ -44,7 +44,8 @@ _POLL_S: Final = 0.02
 class GuardSpec:
     """What to run and how to end it. ``cores`` None leaves the CPU affinity as it is.
 
-    ``leftovers`` are files and folders that the command may have made elsewhere.
+    ``leftovers`` are files and folders that the command may have made elsewhere; their names, not
+    their folders, may be patterns.
     """
 
     argv: tuple[str, ...]
@@ -80,11 +81,18 @@ def main() -> int:
         stop_asked = _wait_for_end(family, spec.lifeline_fd, wake_fd)
         family.end(spec.grace_s if stop_asked else 0.0)
     finally:
-        for path in filter(None, (spec.temp_dir, *spec.leftovers)):
+        for path in _left_behind(spec):
             shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):  # a folder, which is gone, or nothing at all
-                Path(path).unlink()
+                path.unlink()
     return family.status
+
+
+def _left_behind(spec: GuardSpec) -> list[Path]:
+    own = [] if spec.temp_dir is None else [Path(spec.temp_dir)]
+    return own + [
+        path for each in map(Path, spec.leftovers) for path in each.parent.glob(each.name)
+    ]
 
 
 def descendants(pid: int) -> list[int]:

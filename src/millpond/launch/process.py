@@ -15,6 +15,9 @@ from millpond.launch.guard import GuardSpec, descendants, shell_status
 
 _GUARD_S_MAX: Final = 20.0
 """Beyond the grace: how long a guard may take to kill its processes and exit."""
+_LEFTOVERS_S_MAX: Final = 300.0
+"""How long it may take to remove leftovers besides: the kernel frees some GB a second of files in
+memory, and a guard that is killed meanwhile leaves the rest there."""
 _TAIL_BYTES: Final = 64 * 1024
 
 
@@ -22,7 +25,8 @@ _TAIL_BYTES: Final = 64 * 1024
 class ProcessSpec:
     """What to start. ``temp_dir`` is created, becomes TMPDIR, and is removed at the end.
 
-    So are ``leftovers``, files and folders that the command makes elsewhere.
+    So are ``leftovers``, files and folders that the command makes elsewhere; their names, not
+    their folders, may be patterns.
     """
 
     name: str
@@ -95,8 +99,9 @@ class GuardedProcess:
 
     def wait_stopped(self) -> int:
         """Wait for the guard's end and return the status; bounded by the grace and a margin."""
+        margin_s = _GUARD_S_MAX + (_LEFTOVERS_S_MAX if self.spec.leftovers else 0.0)
         try:
-            code = self._guard.wait(self.spec.grace_s + _GUARD_S_MAX)
+            code = self._guard.wait(self.spec.grace_s + margin_s)
         except subprocess.TimeoutExpired:
             self._guard.kill()  # the kernel kills the command then
             self._guard.wait()

@@ -83,7 +83,7 @@ class Membership:
     """What one replica is started with to take part in a cache.
 
     ``transfer`` is its --kv-transfer-config. ``engine_args`` come after all others, so they
-    count. ``leftovers`` are removed when it has ended, whichever way.
+    count. ``leftovers``, whose names may be patterns, are removed when it has ended, whichever way.
     """
 
     transfer: Mapping[str, object]
@@ -100,11 +100,6 @@ class Lmcache:
     num_replicas: int
     port: int
     http_port: int
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """Ports that it takes itself."""
-        return self.port, self.http_port
 
     @property
     def url(self) -> str:
@@ -168,11 +163,6 @@ class VllmFs:
     num_replicas: int
     files: Path
 
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """Ports that it takes itself: none."""
-        return ()
-
     def membership(self, replica: str) -> Membership:
         """Return what a replica needs."""
         engine_id = f"{self.files.name}-{replica}"
@@ -192,8 +182,13 @@ class VllmFs:
                 "kv_connector_extra_config": extra,
             },
             environ=_EQUAL_HASHES,
-            # The second is the replica's own tier, which a killed engine leaves behind.
-            leftovers=(self.files, SHARED_MEMORY / f"vllm_offload_{engine_id}.mmap"),
+            # Beside the files: the replica's own tier, or that of each of its engines, which
+            # killed ones leave behind.
+            leftovers=(
+                self.files,
+                SHARED_MEMORY / f"vllm_offload_{engine_id}.mmap",
+                SHARED_MEMORY / f"vllm_offload_{engine_id}_dp*.mmap",
+            ),
         )
 
 
