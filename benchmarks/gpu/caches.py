@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/caches.py [--caches off,millpond,lmcache,vllm-fs] [--out DIR]
                                     [--model MODEL] [--hybrid-block TOKENS] [--pool SIZE]
-                                    [--lengths 16000,60000] [--prompts 3] [--kv-cache 4GiB]
+                                    [--lengths 16000,60000] [--prompts 6] [--kv-cache 4GiB]
                                     [--dry-run]
 
 Runs `millpond bench run` once: one round, OFF-X-Y-Z-Z-Y-X-OFF, each period with two replicas of
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hybrid-block", type=int)
     parser.add_argument("--pool", default="4GiB")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=6, help="no verdict below six")
     parser.add_argument("--kv-cache", default="4GiB", help="of each replica, on the GPU")
     parser.add_argument("--settle", type=float, default=2.0, help="seconds after a start")
     parser.add_argument("--dry-run", action="store_true")

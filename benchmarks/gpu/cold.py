@@ -109,6 +109,7 @@ def exact(bench: Bench, length: int, number: int) -> None:
         firsts_s["on"] / firsts_s["off"],
         EXACT_RATIO_MAX,
     )
+    bench.results.true(f"same token, exact multiple of {num_tokens} again", holds=all(same))
 
 
 def logprob_distance(left: Answer, right: Answer) -> float:
@@ -172,8 +173,8 @@ def diverging(bench: Bench, number: int) -> None:
     for case in cases:
         try:
             case.answers["unmended"] = ask_later(bench, case, mended=False)
-        except RuntimeError as error:
-            bench.results.row(what="diverging, without the remedy", engine_died=str(error)[-500:])
+        except (RuntimeError, EOFError, OSError) as error:
+            bench.results.row(what="diverging, without the remedy", engine_died=repr(error)[-500:])
             return
         bench.results.row(what="diverging, without the remedy", **figures(case, "unmended"))
     wrong = max((case.distance("unmended") for case in cases), default=0.0)

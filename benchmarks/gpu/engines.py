@@ -1,6 +1,7 @@
 """Engines in processes of their own, driven step by step: every token has its time.
 
     replica = Replica("a", Start(arguments, gpu="0", transfer=millpond_transfer("a", socket)))
+    replica.wait_started()
     answer = replica.ask(prompt, max_tokens=16)
 
 An engine takes a list of requests at once: the first one can be decoding while the others come.
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from tracing import Span
 
 ANSWER_S = 1800.0
+END_S = 30.0
 FORGET_S = 60.0
 LOGITS_SEED = 7
 LOGITS_STD = 0.05
@@ -123,8 +126,30 @@ def millpond_transfer(name: str, socket: Path) -> dict[str, Any]:
     }
 
 
+def end(process: BaseProcess) -> None:
+    """End a process, by force where it does not end within half a minute."""
+    process.terminate()
+    process.join(END_S)
+    if process.is_alive():
+        process.kill()
+        process.join(END_S)
+
+
+def receive(pipe: Connection, timeout_s: float, *, of: str) -> Any:  # noqa: ANN401
+    """Return what the other process sends; ``EOFError`` where it has ended."""
+    if not pipe.poll(timeout_s):
+        raise RuntimeError(f"no answer of {of} within {timeout_s:g} s")
+    return pipe.recv()
+
+
 class Replica:
-    """An engine in a process of its own. Every call blocks until the engine has done it."""
+    """An engine in a process of its own, which is started at once.
+
+    Every call blocks until the engine has done it; the first one is ``wait_started``. An engine
+    that dies without a word is an ``EOFError`` or ``OSError``, one that fails a ``RuntimeError``.
+    """
+
+    facts: Facts
 
     def __init__(self, name: str, start: Start) -> None:
         self.name = name
@@ -133,7 +158,10 @@ class Replica:
         self._process = context.Process(target=_be_an_engine, args=(theirs, start), daemon=True)
         self._process.start()
         theirs.close()
-        self.facts: Facts = self._answer()
+
+    def wait_started(self) -> None:
+        """Wait until it serves, and take what it says of itself."""
+        self.facts = self._answer()
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
         """Ask one request alone."""
@@ -183,18 +211,15 @@ class Replica:
         return self._call("trace_end")
 
     def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.join(30.0)
+        """End the process, by force where it does not."""
+        end(self._process)
 
     def _call(self, operation: str, *arguments: object) -> Any:  # noqa: ANN401
         self._pipe.send((operation, arguments))
         return self._answer()
 
     def _answer(self) -> Any:  # noqa: ANN401
-        if not self._pipe.poll(ANSWER_S):
-            raise RuntimeError(f"no answer of {self.name} within {ANSWER_S:g} s")
-        answer = self._pipe.recv()
+        answer = receive(self._pipe, ANSWER_S, of=self.name)
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -138,6 +138,7 @@ def loads(bench: Bench) -> None:
         "load_computing": rounded(waits["load"].computing),
         "local_computing": rounded(waits["local"].computing),
     }
+    bench.results.true("waits were seen while a prefix was loaded", holds=bool(loading))
     if loading:
         row["ratio"] = round(median(loading) / median(idle), 3)
         bench.results.at_most(

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from engines import end, receive
 from numpy.typing import NDArray
 from runs import Results, add_results, say
 
@@ -186,8 +187,11 @@ class HostReader:
             keep_alive=self._arena,
             ends=Ends(end),
         )
+        deadline_s = time.monotonic() + WAIT_S
         while not done.wait(STEP_S):
             self._engine.step()
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the copies have not ended after {WAIT_S:g} s")
         if failed:
             raise RuntimeError(failed[0])
         return time.perf_counter() - began_s
@@ -202,15 +206,16 @@ def measured(seconds: Callable[[], float], num_bytes: int, repeats: int) -> list
 def product_ratio(pipe: Connection, copy: Callable[[], float]) -> dict[str, float]:
     """Return what the other GPU's matrix product keeps while its pages are read on end."""
     pipe.send(PRODUCT_S)
-    pipe.recv()
-    alone = pipe.recv()
+    receive(pipe, WAIT_S, of="the first GPU's process")
+    alone = receive(pipe, WAIT_S, of="the first GPU's process")
     pipe.send(PRODUCT_S)
-    pipe.recv()
+    receive(pipe, WAIT_S, of="the first GPU's process")
     num_copies = 0
-    while not pipe.poll():
+    deadline_s = time.monotonic() + WAIT_S
+    while not pipe.poll() and time.monotonic() < deadline_s:
         copy()
         num_copies += 1
-    beside = pipe.recv()
+    beside = receive(pipe, WAIT_S, of="the first GPU's process")
     return {"matmul_ratio": round(beside / alone, 3), "num_copies": num_copies}
 
 
@@ -219,7 +224,7 @@ def measure_nvlink(
 ) -> dict[str, float]:
     """Add a row for each route; return their GB/s."""
     torch.cuda.set_device(1)
-    reader = Reader(pipe.recv(), asked.page)
+    reader = Reader(receive(pipe, WAIT_S, of="the first GPU's process"), asked.page)
     gb_s: dict[str, float] = {}
     for name, enqueue in reader.routes().items():
         say(name)
@@ -294,8 +299,7 @@ def main() -> None:
     try:
         gb_s = measure_nvlink(results, pipe, asked)
     finally:
-        holder.join(5.0)
-        holder.terminate()
+        end(holder)
     if not asked.no_host:
         gb_s["host"] = measure_host(results, asked, num_pages)
     for tokens, num_bytes in MOVED_BYTES.items():

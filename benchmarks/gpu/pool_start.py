@@ -25,13 +25,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from engines import Replica
+from engines import Replica, end, receive
 from runs import (
     Clock,
     Pool,
@@ -66,13 +65,24 @@ REQUEST_EVERY_S = 1.0
 
 def measure_machine(size_bytes: int) -> tuple[float, float]:
     """Touch a segment of this size and register it; return the seconds of either."""
-    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as one:
-        touch_s, register_s = one.submit(_measure_here, size_bytes).result()
+    context = mp.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    # In a process of its own, which ends after it: nobody else gets its memory before.
+    process = context.Process(target=_measure_here, args=(theirs, size_bytes), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        touch_s, register_s = receive(pipe, READY_S_MAX, of="the touch and the registration")
+    finally:
+        end(process)
     return round(touch_s, 2), round(register_s, 2)
 
 
-def _measure_here(size_bytes: int) -> tuple[float, float]:
-    """Measure in this process, which ends after it: nobody else gets its memory before."""
+def _measure_here(measured: Connection, size_bytes: int) -> None:
+    measured.send(_touched_and_registered(size_bytes))
+
+
+def _touched_and_registered(size_bytes: int) -> tuple[float, float]:
     extent_bytes = default_extent_bytes(size_bytes)
     arena, fd = Arena.create(size_bytes=size_bytes, extent_bytes=extent_bytes, epoch=1)
     began_s = time.perf_counter()
@@ -101,7 +111,7 @@ class PlainContext:
         self._process = context.Process(target=_be_plain, args=(theirs, gpu), daemon=True)
         self._process.start()
         theirs.close()
-        self._pipe.recv()
+        receive(self._pipe, READY_S_MAX, of="a CUDA context")
         self._is_ready = False
 
     def begin(self, segment: Path, epoch: int) -> None:
@@ -115,8 +125,7 @@ class PlainContext:
 
     def close(self) -> None:
         """End the process."""
-        self._process.terminate()
-        self._process.join(30.0)
+        end(self._process)
 
 
 def _be_plain(asked: Connection, gpu: str | None) -> None:

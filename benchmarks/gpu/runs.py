@@ -3,14 +3,16 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,17 +123,27 @@ def running(starts: dict[str, Start]) -> Generator[list[Replica]]:
 
     def start_on(gpu: str | None) -> None:
         for name in [name for name, start in starts.items() if start.gpu == gpu]:
-            say(f"starting {name}" + ("" if gpu is None else f" on GPU {gpu}"))
-            replicas[name] = Replica(name, starts[name])
+            with starting:
+                if is_over.is_set():
+                    return
+                say(f"starting {name}" + ("" if gpu is None else f" on GPU {gpu}"))
+                replicas[name] = Replica(name, starts[name])
+            replicas[name].wait_started()
 
+    starting, is_over = threading.Lock(), threading.Event()
     gpus = list(dict.fromkeys(start.gpu for start in starts.values()))
+    threads = ThreadPoolExecutor(len(gpus))
     try:
-        with ThreadPoolExecutor(len(gpus)) as threads:
-            list(threads.map(start_on, gpus))
+        for started in as_completed([threads.submit(start_on, gpu) for gpu in gpus]):
+            started.result()  # the first that failed ends the others
         yield [replicas[name] for name in starts]
     finally:
+        # Engines first: after Ctrl-C threads wait for those that still start, until they end.
+        with starting:
+            is_over.set()
         for replica in replicas.values():
             replica.close()
+        threads.shutdown()
 
 
 def start_of(
@@ -147,6 +159,14 @@ def warm_up(replicas: Iterable[Replica], prompts: Prompts, longest: int) -> None
     prompt = prompts.draw(min(WARM_UP_TOKENS, longest))
     for replica in replicas:
         replica.ask(prompt, max_tokens=2)
+
+
+def forget(pool: "Pool", *replicas: Replica) -> None:
+    """Leave nothing cached: not in the engines, not in the pool."""
+    pool.settle()
+    for replica in replicas:
+        replica.forget()
+    pool.flush()
 
 
 class Pool:
@@ -235,7 +255,7 @@ class Results:
         self._save()
 
     def at_most(self, name: str, value: float, most: float) -> None:
-        """Check that a figure is not larger than it must be."""
+        """Check that a figure is not larger than it must be; one that is infinite is not said."""
         self._bound(name, value, f"<= {most:g}", holds=value <= most)
 
     def at_least(self, name: str, value: float, least: float) -> None:
@@ -257,7 +277,7 @@ class Results:
             sys.exit(f"broken: {', '.join(broken)}")
 
     def _bound(self, name: str, value: float | None, must: str, *, holds: bool) -> None:
-        rounded = None if value is None else round(value, 4)
+        rounded = None if value is None or math.isinf(value) else round(value, 4)
         self._bounds.append({"name": name, "value": rounded, "must": must, "holds": holds})
 
     def _save(self) -> None:
@@ -279,11 +299,8 @@ class Bench:
     asked: argparse.Namespace
 
     def forget(self) -> None:
-        """Leave nothing cached: not in the engines, not in the pool."""
-        self.pool.settle()
-        self.on.forget()
-        self.off.forget()
-        self.pool.flush()
+        """Leave nothing cached."""
+        forget(self.pool, self.on, self.off)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from runs import (
     Results,
     counts,
     engine_arguments,
+    forget,
     gpus_for,
     loaded_bytes,
     median,
@@ -89,7 +90,7 @@ class Session:
 
 
 @dataclass
-class Bench:
+class Talks:
     """What all groups need."""
 
     a: Replica
@@ -112,11 +113,8 @@ class Bench:
         )
 
     def forget(self) -> None:
-        """Leave nothing cached: not in the engines, not in the pool."""
-        self.pool.settle()
-        self.a.forget()
-        self.b.forget()
-        self.pool.flush()
+        """Leave nothing cached."""
+        forget(self.pool, self.a, self.b)
 
     def replica(self, way: str, turn: int) -> Replica:
         """Return where a turn goes; the first is turn 0."""
@@ -128,39 +126,39 @@ class Bench:
         return loaded_bytes(status, "a") + loaded_bytes(status, "b")
 
 
-def run_turns(bench: Bench, group: list[Session]) -> dict[str, list[int]]:
+def run_turns(talks: Talks, group: list[Session]) -> dict[str, list[int]]:
     """Take a group through all its turns; return the bytes loaded, by way and turn."""
     loads: dict[str, list[int]] = {way: [] for way in WAYS}
     for session in group:
         session.begin()
-    for turn in range(bench.asked.turns):
+    for turn in range(talks.asked.turns):
         # Both ways are still the same session: asked once, counted for either.
         for way in WAYS[:1] if turn == 0 else WAYS:
-            before = bench.loaded()
+            before = talks.loaded()
             for session in group:
-                answer = bench.replica(way, turn).ask(session.contexts[way])
+                answer = talks.replica(way, turn).ask(session.contexts[way])
                 for counted in WAYS if turn == 0 else (way,):
                     session.asked(counted, answer)
-            num_bytes = bench.loaded() - before
+            num_bytes = talks.loaded() - before
             for counted in WAYS if turn == 0 else (way,):
                 loads[counted].append(num_bytes)
-        if turn + 1 < bench.asked.turns:
-            answer_all(bench, group, turn)
+        if turn + 1 < talks.asked.turns:
+            answer_all(talks, group, turn)
     return loads
 
 
-def answer_all(bench: Bench, group: list[Session], turn: int) -> None:
+def answer_all(talks: Talks, group: list[Session], turn: int) -> None:
     """Make the rest of all answers of a turn, by both replicas at once."""
     ways = WAYS[:1] if turn == 0 else WAYS
     places = [(session, way) for session in group for way in ways]
     rest: dict[int, list[int]] = {}
-    if bench.asked.no_decode:
+    if talks.asked.no_decode:
         rest = {i: session.drawn_answers[turn] for i, (session, _) in enumerate(places)}
     else:
         waiting = []
-        for replica in (bench.a, bench.b):
-            mine = [i for i, (_, way) in enumerate(places) if bench.replica(way, turn) is replica]
-            asks = [_go_on(*places[i], bench.asked.output - 1) for i in mine]
+        for replica in (talks.a, talks.b):
+            mine = [i for i, (_, way) in enumerate(places) if talks.replica(way, turn) is replica]
+            asks = [_go_on(*places[i], talks.asked.output - 1) for i in mine]
             if asks:
                 waiting.append((mine, replica.begin(asks)))
         for mine, answers in waiting:
@@ -174,25 +172,25 @@ def _go_on(session: Session, way: str, num_tokens: int) -> Ask:
     return Ask([*session.contexts[way], session.tokens[way][-1]], num_tokens)
 
 
-def run_length(bench: Bench, length: int, number: int) -> None:
+def run_length(talks: Talks, length: int, number: int) -> None:
     """Add a row for each group of sessions, and one for all of them."""
-    size = bench.asked.group or group_size(bench, length)
+    size = talks.asked.group or group_size(talks, length)
     sums: dict[str, dict[str, list[float]]] = {
         cache: {way: [] for way in WAYS} for cache in ("off", "on")
     }
     for first in range(0, number, size):
-        group = [bench.draw(length) for _ in range(min(size, number - first))]
+        group = [talks.draw(length) for _ in range(min(size, number - first))]
         order = ("off", "on") if first // size % 2 == 0 else ("on", "off")
         firsts: dict[str, list[tuple[int, int]]] = {}
         arms: dict[str, object] = {}
         for cache in order:
-            bench.clock.say(
+            talks.clock.say(
                 f"{length} tokens, sessions {first + 1} to {first + len(group)}, {cache}"
             )
-            bench.forget()
-            bench.pool.switch(enabled=cache == "on")
-            loads = run_turns(bench, group)
-            bench.pool.switch(enabled=True)
+            talks.forget()
+            talks.pool.switch(enabled=cache == "on")
+            loads = run_turns(talks, group)
+            talks.pool.switch(enabled=True)
             firsts[cache] = [first for session in group for first in first_tokens(session)]
             for way in WAYS:
                 sums[cache][way] += [sum(session.ttft_s[way]) for session in group]
@@ -203,15 +201,15 @@ def run_length(bench: Bench, length: int, number: int) -> None:
                 ],
                 "loaded_bytes_by_turn": loads,
             }
-        bench.results.row(
+        talks.results.row(
             what="group",
             start_tokens=length,
             order=order,
             first_tokens=compare(firsts["off"], firsts["on"]),
             **arms,
         )
-    bench.forget()
-    summarize(bench, length, sums)
+    talks.forget()
+    summarize(talks, length, sums)
 
 
 def first_tokens(session: Session) -> list[tuple[int, int]]:
@@ -233,14 +231,14 @@ def compare(off: Sequence[tuple[int, int]], on: Sequence[tuple[int, int]]) -> di
     return {"turns": len(pairs), "asked_alike": len(asked_alike), "same": same}
 
 
-def summarize(bench: Bench, length: int, sums: dict[str, dict[str, list[float]]]) -> None:
+def summarize(talks: Talks, length: int, sums: dict[str, dict[str, list[float]]]) -> None:
     """Add the row of all sessions from one length, and its bounds."""
     ratios = {
         way: [on / off for on, off in zip(sums["on"][way], sums["off"][way], strict=True)]
         for way in WAYS
     }
     gain = 1 - median(ratios["alternate"])
-    bench.results.row(
+    talks.results.row(
         what="sessions",
         start_tokens=length,
         number=len(ratios["fixed"]),
@@ -256,27 +254,27 @@ def summarize(bench: Bench, length: int, sums: dict[str, dict[str, list[float]]]
         fixed_ratio=median(ratios["fixed"]),
     )
     least = GAIN_LONG_MIN if length >= LONG_TOKENS else GAIN_MIN
-    bench.results.at_least(f"gain of alternating from {length}", gain, least)
+    talks.results.at_least(f"gain of alternating from {length}", gain, least)
     for_fixed = f"fixed from {length}, on / off"
-    bench.results.at_most(for_fixed, median(ratios["fixed"]), FIXED_RATIO_MAX)
-    bench.results.at_least(for_fixed, median(ratios["fixed"]), 2 - FIXED_RATIO_MAX)
+    talks.results.at_most(for_fixed, median(ratios["fixed"]), FIXED_RATIO_MAX)
+    talks.results.at_least(for_fixed, median(ratios["fixed"]), 2 - FIXED_RATIO_MAX)
 
 
-def group_size(bench: Bench, length: int) -> int:
+def group_size(talks: Talks, length: int) -> int:
     """Return how many sessions the smaller engine keeps beside each other, both ways of each.
 
     The pool has to hold them too.
     """
-    asked = bench.asked
+    asked = talks.asked
     needed = first_turn = 0.0
-    for replica in (bench.a, bench.b):
+    for replica in (talks.a, talks.b):
         facts = replica.facts
         # One state for each step of the first turn, as large as three blocks in a 27B hybrid.
         first_turn = length * (1 + 3 * facts.block_tokens / facts.step_tokens)
         turn = asked.growth + asked.output + 2 * facts.block_tokens
         whole = first_turn + len(WAYS) * asked.turns * turn
         needed = max(needed, whole / facts.num_kv_tokens)
-    session_bytes = first_turn * bench.a.facts.attention_token_bytes
+    session_bytes = first_turn * talks.a.facts.attention_token_bytes
     in_pool = parse_size(asked.pool) * USABLE_RATIO / session_bytes
     return max(1, int(min(USABLE_RATIO / needed, in_pool)))
 
@@ -320,9 +318,9 @@ def main() -> None:
             pool.wait_joined("a", "b")
             results.facts(a.facts)
             warm_up((a, b), prompts, longest)
-            bench = Bench(a, b, pool, prompts, results, clock, asked)
+            talks = Talks(a, b, pool, prompts, results, clock, asked)
             for length, number in lengths.items():
-                run_length(bench, length, number)
+                run_length(talks, length, number)
     results.finish()
 
 

@@ -1,4 +1,4 @@
-"""Where the time of one moved request goes, and what it gains by starting early.
+"""Where the time of one moved request goes, and whether it gains by starting early.
 
     python benchmarks/gpu/timeline.py --model MODEL [--same-gpu] [--lengths 32768,131072,261900]
                                       [--repeats 5] [--engine JSON] [--json PATH] [--svg PATH]
@@ -9,7 +9,8 @@ goes on, and waits for it on the GPU. `late`: it is launched when the load has l
 comes in between. Rows have the medians, the floor (local hit + loaded bytes over the link) and,
 of the request nearest to the median, every span: lookup, allocation, handing over, load, forward
 pass (launch and GPU), sampling. --svg draws the last length. A 27B hybrid on one H200 takes two
-minutes for 131072 alone, three for all. Ends with 1 where tokens differ or early is not faster.
+minutes for 131072 alone, three for all. Ends with 1 where tokens differ; early against late is a
+figure and no bound, for early loads are an experiment.
 """
 
 import argparse
@@ -81,6 +82,7 @@ def measure(replicas: tuple[Replica, Replica], pool: Pool, prompt: list[int], re
         "link_gb_s": link,
         "floor_s": round(floor_s, 4),
         **{f"{way}_median_s": median(each) for way, each in seconds.items()},
+        "early_vs_late_ratio": round(median(seconds[EARLY]) / median(seconds[LATE]), 3),
         "early_vs_floor_ratio": round(median(seconds[EARLY]) / floor_s, 3),
         "late_vs_floor_ratio": round(median(seconds[LATE]) / floor_s, 3),
         "same_tokens": all(a.tokens == cold.tokens for each in taken.values() for a, _ in each),
@@ -175,8 +177,6 @@ def main() -> None:
                 row = measure((a, b), pool, prompts.draw(length), asked.repeats)
                 results.row(**row)
                 results.true(f"same tokens at {length}", holds=row["same_tokens"])
-                ratio = row["early_median_s"] / row["late_median_s"]
-                results.at_most(f"early / late at {length}", ratio, 1.0)
                 if asked.svg is not None:
                     asked.svg.write_text(drawn(row), encoding="utf-8")
     results.finish()
