@@ -10,6 +10,7 @@ from millpond.bench.records import Record, write_json
 from millpond.bench.scenario import Design, Moved, Scenario, scenario_files
 from millpond.cli import bench_place, run
 from millpond.cli.exits import Exit
+from millpond.launch import prepare as prepare_module
 from tests.unit.bench_values import noisy, periods
 
 SCENARIO = Scenario(name="s", description="d", workload=(Moved(name="g", lengths=(1,), prompts=1),))
@@ -77,10 +78,10 @@ def test_with_a_hybrid_other_caches_have_to_know_its_block(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_place, "pick_device", lambda _wanted, _environ: "cuda")
+    monkeypatch.setattr(prepare_module, "pick_device", lambda _wanted, _environ: "cuda")
     monkeypatch.setattr(bench_place, "check_rival", lambda _options, _device: None)
     argv = ["bench", "run", "moved-cpu", "--tiny", "hybrid", "--caches", f"off,{cache}"]
-    assert run(argv, {}) == Exit.USAGE
+    assert run(argv, {"CUDA_VISIBLE_DEVICES": "0,1"}) == Exit.USAGE
     said = capsys.readouterr().err
     assert f"the small hybrid has recurrent layers, and {cache} has to know" in said
     assert "--hybrid-block" in said

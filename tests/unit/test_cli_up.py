@@ -9,6 +9,7 @@ import pytest
 from millpond.cli import run
 from millpond.cli import up as up_module
 from millpond.cli.exits import Exit
+from millpond.launch import prepare as prepare_module
 from millpond.launch.front import FrontOptions
 from millpond.launch.model_config import NoModelConfig, read_model_config
 from millpond.launch.system import SystemOptions
@@ -32,9 +33,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SystemOptions
         raise SetupError("nothing is started here")
 
     monkeypatch.setattr(up_module, "System", system)
-    monkeypatch.setattr(up_module, "pick_device", lambda *_arguments: "cpu")
-    monkeypatch.setattr(up_module, "engine_version", lambda: "0.27.1")
-    monkeypatch.setattr(up_module, "read_model_config", no_config)
+    monkeypatch.setattr(prepare_module, "pick_device", lambda _wanted, _environ: "cpu")
+    monkeypatch.setattr(prepare_module, "engine_version", lambda: "0.27.1")
+    monkeypatch.setattr(prepare_module, "read_model_config", no_config)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -94,7 +95,7 @@ def test_replicas_of_a_router_are_refused_before_anything_starts(
 @pytest.fixture
 def hybrid(asked: list[SystemOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with the configuration of a small hybrid, which is read."""
-    monkeypatch.setattr(up_module, "read_model_config", read_model_config)
+    monkeypatch.setattr(prepare_module, "read_model_config", read_model_config)
     assert asked == []
     folder = tmp_path / "hybrid"
     folder.mkdir()

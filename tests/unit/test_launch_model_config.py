@@ -7,12 +7,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from millpond.launch.model_config import NoModelConfig, read_model_config
+from millpond.launch.model_config import Hub, NoModelConfig, read_model_config
 from millpond.model.errors import SetupError
 
 
 def read(model: str) -> object:
-    return read_model_config(model, revision="main", folder="cache")
+    return read_model_config(model, Hub(revision="main", folder="cache", token="secret"))
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
     def answer(name: str, file: str, **options: object) -> object:
         assert (name, file) == ("org/model", "config.json")
-        assert options == {"revision": "main", "cache_dir": "cache"}
+        assert options == {"revision": "main", "cache_dir": "cache", "token": "secret"}
         if isinstance(answers["found"], BaseException):
             raise answers["found"]
         return answers["found"]
@@ -67,6 +67,16 @@ def test_a_model_that_is_not_there_is_an_error(hub: dict[str, object]) -> None:
     hub["found"] = error
     with pytest.raises(SetupError, match="no model of the hub named org/model"):
         read("org/model")
+
+
+def test_a_model_that_comes_from_elsewhere_is_not_looked_for_on_the_hub(
+    folder: Path, hub: dict[str, object]
+) -> None:
+    hub["cached"] = str(folder / "config.json")
+    elsewhere = Hub(is_asked=False)
+    with pytest.raises(NoModelConfig, match="ModelScope"):
+        read_model_config("org/model", elsewhere)
+    assert read_model_config(str(folder), elsewhere) == {"model_type": "x"}
 
 
 @pytest.mark.parametrize("name", ["./none", "/none/at/all", "~/none-at-all"])

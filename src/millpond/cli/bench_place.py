@@ -5,16 +5,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final
 
 from millpond.cli.context import Context
 from millpond.cli.output import ProgressLine
-from millpond.cli.up import show_start
-from millpond.config import CONFIG_VARIABLE
+from millpond.cli.up import explain, show_start, system_environ
 from millpond.config.values import replicas
 from millpond.launch.front import FrontOptions
-from millpond.launch.model_config import NoModelConfig, read_model_config
-from millpond.launch.resources import pick_device
+from millpond.launch.prepare import Prepared, prepare
 from millpond.launch.rivals import (
     RIVALS,
     SHARED_MEMORY,
@@ -22,7 +20,7 @@ from millpond.launch.rivals import (
     RivalOptions,
     check_rival,
 )
-from millpond.launch.shape import Kind, model_shape
+from millpond.launch.shape import Kind
 from millpond.launch.system import ProcessState, SystemOptions
 from millpond.model.errors import ConfigError
 
@@ -101,7 +99,7 @@ def place_of(
     switch = asked.switch or "restart"
     if asked.policy and switch == "restart":
         raise ConfigError("--policy needs --switch live: without a pool no router is started")
-    options = _system_options(context, asked, logs, stack)
+    options, prepared = _launched(context, asked, logs, stack)
     rivals = {name: _rival(name, asked, options) for name in names}
     kept = {
         "switch": switch,
@@ -122,8 +120,9 @@ def place_of(
         stage: Stage = RestartStage(options, on_progress=show, rivals=rivals)
     else:
         stage = LaunchedStage(options, on_progress=show)
+    explain(options.model, prepared)
     return Place(
-        stage, options.num_replicas, kept, lambda: _check(list(rivals.values()), asked, options)
+        stage, options.num_replicas, kept, lambda: _check(list(rivals.values()), asked, prepared)
     )
 
 
@@ -154,23 +153,19 @@ def _rival(name: RivalName, asked: Asked, options: SystemOptions) -> RivalOption
     )
 
 
-def _check(rivals: Sequence[RivalOptions], asked: Asked, options: SystemOptions) -> None:
+def _check(rivals: Sequence[RivalOptions], asked: Asked, prepared: Prepared) -> None:
+    from millpond.bench.records import OFF
+
+    if set(split_caches(asked.caches)) != {OFF}:  # else nothing has to go with a pool
+        prepared.check()
     for rival in rivals:
-        check_rival(rival, options.device)
-        if asked.hybrid_block is None and _is_hybrid(options.model):
+        check_rival(rival, prepared.situation.device)
+        if asked.hybrid_block is None and prepared.shape.kind is Kind.HYBRID:
             raise ConfigError(
                 f"{asked.model or 'the small hybrid'} has recurrent layers, and {rival.name} has "
                 "to know vLLM's block: give the N of its `Setting attention block size to N "
                 "tokens`, or of --block-size, as --hybrid-block"
             )
-
-
-def _is_hybrid(model: str) -> bool:
-    try:
-        config = read_model_config(model, revision=None, folder=None)
-    except NoModelConfig:
-        return False  # then the engine has the last word
-    return model_shape(config).kind is Kind.HYBRID
 
 
 def _files_in(asked: Asked) -> Path:
@@ -209,9 +204,10 @@ def _running(asked: Asked) -> Place:
     return Place(stage, len(targets), kept)
 
 
-def _system_options(
+def _launched(
     context: Context, asked: Asked, logs: Path, stack: contextlib.ExitStack
-) -> SystemOptions:
+) -> tuple[SystemOptions, Prepared]:
+    """Return a system with the arguments that `millpond up` chooses, and how they came about."""
     own: dict[str, object] = {
         "up.device": asked.device,
         "up.model": asked.model or "made on the spot",
@@ -227,28 +223,27 @@ def _system_options(
     # A folder with a short path: that of a socket has a limit.
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millpond-bench-")))
     model, args = asked.model, [*_ENGINE_ARGS, *asked.engine_args]
-    environ = {**context.environ, **_ENGINE_ENVIRON}
-    if context.config_file is not None:
-        # Connectors read the file only where the environment names it.
-        environ[CONFIG_VARIABLE] = str(context.config_file.absolute())
+    environ = {**system_environ(context), **_ENGINE_ENVIRON}
     if model is None:
         model, tiny_args = _make_tiny(folder / "model", asked.tiny)
         args = [*tiny_args, *args]
         environ["HF_HUB_OFFLINE"] = "1"  # it is in no hub
-    return SystemOptions(
+    prepared = prepare(replace(config, model=model), args, context.environ)
+    options = SystemOptions(
         model=model,
         num_replicas=config.num_replicas,
-        device=cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ)),
+        device=prepared.situation.device,
         environ=environ,
         pool=replace(config.pool, socket=folder / "pool.sock"),
         front=None
         if config.router is None
         else FrontOptions(policy=config.router.policy, admin_socket=folder / "router.sock"),
-        engine_args=args,
+        engine_args=[*prepared.choice.argv, *args],
         run_dir=logs,
         start_timeout_s=config.start_timeout_s,
         stop_grace_s=config.stop_grace_s,
     )
+    return options, prepared
 
 
 def _make_tiny(folder: Path, kind: str) -> tuple[str, Sequence[str]]:

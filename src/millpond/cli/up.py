@@ -2,14 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Final
 
 import click
 from rich.table import Table
 
-from millpond.arena.memory import available_bytes
 from millpond.cli.context import Context, examples, json_option, pass_context, socket_option
 from millpond.cli.output import ProgressLine, print_json, stderr, stdout
 from millpond.config import (
@@ -19,16 +17,11 @@ from millpond.config import (
     UpConfig,
     format_size,
 )
-from millpond.launch.arguments import Choice, Situation, choose_arguments
 from millpond.launch.commands import Command, system_commands
 from millpond.launch.front import FrontOptions
-from millpond.launch.given import GivenArguments
-from millpond.launch.model_config import NoModelConfig, read_model_config
-from millpond.launch.refusals import find_refusals
-from millpond.launch.resources import engine_version, pick_device, visible_gpus
-from millpond.launch.shape import UNKNOWN, ModelShape, model_shape
+from millpond.launch.prepare import Prepared, prepare
 from millpond.launch.system import ProcessState, System, SystemOptions
-from millpond.model.errors import ExpectedError, SetupError
+from millpond.model.errors import ExpectedError
 
 _WATCH_S: Final = 1.0
 
@@ -94,8 +87,9 @@ def up(
     given = {names[flag]: value for flag, value in flags.items()}
     settings = context.settings({**given, "up.router": has_router})
     config = settings.up()
-    plan = _plan(context, config, engine_args)
-    options = _system_options(context, config, plan, engine_args)
+    prepared = prepare(config, engine_args, context.environ)
+    prepared.check()
+    options = _system_options(context, config, prepared, engine_args)
     stderr.print(
         f"{config.num_replicas} replicas of {config.model} on {options.device}, "
         f"pool of {format_size(config.pool.size_bytes)} at {config.pool.socket}, "
@@ -105,10 +99,10 @@ def up(
     )
     for key, source in settings.sources().items():
         stderr.print(f"  {key} from {source}", markup=False)
-    _explain(plan)
+    explain(config.model, prepared)
     if dry_run:
         commands = system_commands(options, environ=context.environ)
-        _print_commands(context, plan, commands, as_json=as_json)
+        _print_commands(context, prepared, commands, as_json=as_json)
         return
     _run(options)
 
@@ -137,86 +131,47 @@ def show_start(progress: ProgressLine, states: Sequence[ProcessState]) -> None:
     progress.show("starting: " + ", ".join(parts), stage=" ".join(ready))
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What was found out about model and machine, and chosen for them."""
-
-    shape: ModelShape
-    situation: Situation
-    choice: Choice
-
-
-def _plan(context: Context, config: UpConfig, engine_args: Sequence[str]) -> _Plan:
-    """Choose the engine's arguments; raises ``SetupError`` with all that cannot work."""
-    given = GivenArguments(engine_args)
-    device = cast("Literal['cpu', 'cuda']", pick_device(config.device, context.environ))
-    situation = Situation(
-        device=device,
-        engine_version=engine_version(),
-        num_replicas=config.num_replicas,
-        num_gpus=len(visible_gpus(context.environ)) if device == "cuda" else 0,
-        pool_bytes=config.pool.size_bytes,
-        state_ratio=config.pool.retention.state_ratio,
-        available_bytes=available_bytes(),
-    )
-    shape = _shape(config.model, given)
-    choice = choose_arguments(shape, given, situation)
-    refusals = find_refusals(shape, given, situation, choice)
-    if refusals:
-        raise SetupError("this cannot work:" + "".join(f"\n- {refusal}" for refusal in refusals))
-    return _Plan(shape, situation, choice)
-
-
-def _shape(model: str, given: GivenArguments) -> ModelShape:
-    try:
-        config = read_model_config(
-            given.value("--hf-config-path") or model,
-            revision=given.value("--revision"),
-            folder=given.value("--download-dir"),
-        )
-    except NoModelConfig as error:
-        stderr.print(f"config.json of {model} cannot be read: {error}", markup=False)
-        return UNKNOWN
-    return model_shape(config)
-
-
-def _explain(plan: _Plan) -> None:
-    stderr.print(f"model: {plan.shape.describe()}", markup=False)
-    for note in plan.choice.notes:
+def explain(model: str, prepared: Prepared) -> None:
+    """Print what was found out about a model, and the chosen arguments with their reasons."""
+    if prepared.unread is not None:
+        stderr.print(f"config.json of {model} cannot be read: {prepared.unread}", markup=False)
+    stderr.print(f"model: {prepared.shape.describe()}", markup=False)
+    for note in prepared.choice.notes:
         stderr.print(f"  {note}", markup=False)
-    stderr.print(f"engine arguments for vLLM {plan.situation.engine_version}:", markup=False)
-    for argument in plan.choice.arguments:
+    version = prepared.situation.engine_version
+    stderr.print(f"engine arguments for vLLM {version}:", markup=False)
+    for argument in prepared.choice.arguments:
         stderr.print(f"  {' '.join(argument.words)}  ({argument.why})", markup=False)
 
 
 def _print_commands(
-    context: Context, plan: _Plan, commands: Sequence[Command], *, as_json: bool
+    context: Context, prepared: Prepared, commands: Sequence[Command], *, as_json: bool
 ) -> None:
     if not as_json:
         for command in commands:
             stdout.print(f"# {command.name}\n{command.line}", markup=False)
         return
-    print_json(context.envelope(_document(plan, commands)))
+    print_json(context.envelope(_document(prepared, commands)))
 
 
-def _document(plan: _Plan, commands: Sequence[Command]) -> Mapping[str, object]:
-    sizes = plan.choice.sizes
+def _document(prepared: Prepared, commands: Sequence[Command]) -> Mapping[str, object]:
+    sizes = prepared.choice.sizes
     return {
         "model": {
-            "kind": plan.shape.kind.value,
-            "architecture": plan.shape.architecture,
+            "kind": prepared.shape.kind.value,
+            "architecture": prepared.shape.architecture,
             "token_bytes": sizes.token_bytes,
             "state_bytes": sizes.state_bytes,
             "max_tokens": sizes.max_tokens,
         },
         "engine": {
-            "version": plan.situation.engine_version,
+            "version": prepared.situation.engine_version,
             "arguments": [
                 {"name": each.name, "value": each.value, "why": each.why}
-                for each in plan.choice.arguments
+                for each in prepared.choice.arguments
             ],
         },
-        "notes": plan.choice.notes,
+        "notes": prepared.choice.notes,
         "commands": [
             {
                 "name": each.name,
@@ -231,25 +186,30 @@ def _document(plan: _Plan, commands: Sequence[Command]) -> Mapping[str, object]:
 
 
 def _system_options(
-    context: Context, config: UpConfig, plan: _Plan, engine_args: Sequence[str]
+    context: Context, config: UpConfig, prepared: Prepared, engine_args: Sequence[str]
 ) -> SystemOptions:
-    environ = dict(context.environ)
-    if context.config_file is not None:
-        # Connectors read the file only where the environment names it.
-        environ[CONFIG_VARIABLE] = str(context.config_file.absolute())
     return SystemOptions(
         model=config.model,
         num_replicas=config.num_replicas,
-        device=plan.situation.device,
-        environ=environ,
+        device=prepared.situation.device,
+        environ=system_environ(context),
         pool=config.pool,
         front=None if config.router is None else _front_options(config.router),
-        engine_args=(*plan.choice.argv, *engine_args),
+        engine_args=(*prepared.choice.argv, *engine_args),
         port=config.replica_port,
         run_dir=config.run_dir,
         start_timeout_s=config.start_timeout_s,
         stop_grace_s=config.stop_grace_s,
     )
+
+
+def system_environ(context: Context) -> dict[str, str]:
+    """Return the environment of all processes of a system, which read the same settings."""
+    environ = dict(context.environ)
+    if context.config_file is not None:
+        # Connectors read the file only where the environment names it.
+        environ[CONFIG_VARIABLE] = str(context.config_file.absolute())
+    return environ
 
 
 def _front_options(config: RouterConfig) -> FrontOptions:
