@@ -5,21 +5,25 @@ import errno
 import fcntl
 import mmap
 import os
+import select
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
 from millpond.arena import touch as touch_module
 from millpond.arena.arena import Arena, segment_bytes
-from millpond.arena.touch import touch
+from millpond.arena.touch import Touching, touch
 from millpond.model.errors import ArenaTooLarge
 from millpond.model.limits import ARENA_HEADER_BYTES, MIB
+from tests.waiting import eventually
 
 SIZE = 40 * MIB
 EXTENT = 4 * MIB
 EPOCH = 2**62 + 7
+PIECE = touch_module._PIECE_BYTES
+WAIT_S = 10.0
 
 
 @contextmanager
@@ -137,7 +141,7 @@ def test_touch_takes_all_memory_and_tells_how_far_it_is() -> None:
         progress: list[int] = []
         assert touch(arena, fd, stop=threading.Event(), on_progress=progress.append)
         assert progress == sorted(progress)
-        assert progress[-1] == arena.total_bytes
+        assert progress[-1] == arena.usable_bytes == SIZE
         assert allocated_bytes(fd) >= arena.total_bytes > SIZE
 
 
@@ -191,6 +195,123 @@ def test_touch_leaves_no_thread_when_progress_fails() -> None:
     with created() as (arena, fd), pytest.raises(KeyboardInterrupt):
         touch(arena, fd, stop=threading.Event(), on_progress=fail)
     assert not [thread for thread in threading.enumerate() if thread.name == "millpond-touch"]
+
+
+def test_a_peer_sees_how_much_is_there() -> None:
+    with created() as (arena, fd):
+        other = Arena.attach(fd, expected_epoch=EPOCH)
+        assert other.usable_bytes == SIZE  # nobody has said otherwise
+        for num_bytes in (0, 5 * MIB, SIZE):
+            arena.tell_usable(num_bytes)
+            assert other.usable_bytes == num_bytes
+        assert os.pread(fd, 8, 40) == bytes(8)
+        for wrong in (-1, SIZE + 1):
+            with pytest.raises(ValueError, match=str(wrong)):
+                arena.tell_usable(wrong)
+        other.close()
+
+
+class Populating:
+    """Stands for the kernel: a piece can be held up, or refused; notes what it was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[int] = []
+        self.held: dict[int, threading.Event] = {}
+        self.refused: set[int] = set()
+        monkeypatch.setattr(touch_module, "_populate", self._populate)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+    def hold(self, start: int) -> Callable[[], None]:
+        self.held[start] = threading.Event()
+        return self.held[start].set
+
+    def _populate(self, _arena: Arena, _fd: int, start: int, _num_bytes: int) -> None:
+        self.asked.append(start)
+        if start in self.held:
+            assert self.held[start].wait(WAIT_S)
+        if start in self.refused:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.fixture
+def populating(monkeypatch: pytest.MonkeyPatch) -> Populating:
+    return Populating(monkeypatch)
+
+
+def wait_for(touching: Touching, num_bytes: int) -> None:
+    assert touching.wait(num_bytes, stop=threading.Event(), on_progress=lambda _: None)
+
+
+def has_news(touching: Touching, timeout_s: float = WAIT_S) -> bool:
+    return bool(select.select([touching.news_fd], [], [], timeout_s)[0])
+
+
+def test_memory_counts_once_none_is_missing_before_it(populating: Populating) -> None:
+    release = populating.hold(PIECE)
+    with created() as (arena, fd), closing(Touching(arena, fd)) as touching:
+        wait_for(touching, PIECE)
+        eventually(lambda: 2 * PIECE in populating.asked, "the next piece", timeout_s=WAIT_S)
+        eventually(lambda: touching._num_running == 1, "and it is done", timeout_s=WAIT_S)
+        assert touching.touched_bytes == arena.usable_bytes == PIECE
+        release()
+        wait_for(touching, SIZE)
+        assert touching.touched_bytes == arena.usable_bytes == SIZE
+
+
+def test_no_slot_counts_before_the_checksums(populating: Populating) -> None:
+    release = populating.hold(SIZE)
+    with created() as (arena, fd), closing(Touching(arena, fd)) as touching:
+        eventually(lambda: touching._num_running == 1, "all slots are done", timeout_s=WAIT_S)
+        assert arena.usable_bytes == 0
+        release()
+        wait_for(touching, SIZE)
+
+
+def test_there_is_news_of_extents_and_of_the_end(populating: Populating) -> None:
+    releases = [populating.hold(start) for start in (0, PIECE, 2 * PIECE)]
+    with created() as (arena, fd), closing(Touching(arena, fd)) as touching:
+        for release, touched_bytes in zip(releases[:2], (PIECE, 2 * PIECE), strict=True):
+            assert not has_news(touching, timeout_s=0)
+            release()
+            assert has_news(touching)
+            touching.take_news()
+            assert touching.touched_bytes == touched_bytes
+        touching.take_news()  # without news it waits for nothing
+        releases[2]()
+        wait_for(touching, SIZE)
+        assert has_news(touching)
+
+
+def test_memory_that_runs_out_later_leaves_what_was_there(populating: Populating) -> None:
+    populating.refused.add(2 * PIECE)
+    release = populating.hold(PIECE)
+    with created() as (arena, fd), closing(Touching(arena, fd)) as touching:
+        wait_for(touching, PIECE)
+        eventually(lambda: touching._num_running == 1, "one has failed", timeout_s=WAIT_S)
+        assert touching.failure is None  # what had been begun before may still count
+        release()
+        eventually(lambda: touching.failure is not None, "it is over", timeout_s=WAIT_S)
+        assert arena.usable_bytes == 2 * PIECE
+        assert f"gave {2 * PIECE // MIB} MiB of 40 MiB" in str(touching.failure)
+        wait_for(touching, 2 * PIECE)
+        with pytest.raises(ArenaTooLarge):
+            wait_for(touching, SIZE)
+
+
+def test_a_touching_that_is_closed_begins_nothing_more(populating: Populating) -> None:
+    release = populating.hold(0)
+    held = populating.hold(PIECE)
+    with created() as (arena, fd):
+        touching = Touching(arena, fd)
+        eventually(lambda: PIECE in populating.asked, "both threads are busy", timeout_s=WAIT_S)
+        closing_thread = threading.Thread(target=touching.close)
+        closing_thread.start()
+        eventually(lambda: touching._is_halted, "it is being closed", timeout_s=WAIT_S)
+        release()
+        held()
+        closing_thread.join(WAIT_S)
+        assert not closing_thread.is_alive()
+        assert sorted(populating.asked) == [0, PIECE, SIZE]
 
 
 def _mappings() -> str:

@@ -5,6 +5,9 @@
 
 Each SUMMED_BYTES_MIN of slots have room for one checksum, a u64: the clients' business.
 
+The daemon takes memory from the kernel while it serves already, from the first slot on. How
+much it still has to take stands in the header, where every process sees it without asking.
+
 It is a memfd: it has no name in any file system, so that nothing is left when all processes
 that use it have died. Its size is sealed, so that no peer can cut it short under a copy.
 """
@@ -27,6 +30,8 @@ from millpond.model.limits import (
 _MAGIC: Final = b"MILLPOND"
 _HEADER: Final = struct.Struct("<8sIIQQQ")
 """Magic, format version, header bytes, epoch, size bytes, extent bytes."""
+_MISSING: Final = slice(_HEADER.size, _HEADER.size + 8)
+"""Bytes at the end of the slot area that are not there yet; 0 where nobody says otherwise."""
 _SUM_BYTES: Final = 8
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -51,6 +56,8 @@ class Arena:
         end = ARENA_HEADER_BYTES + size_bytes
         self._view = memoryview(mapping)[ARENA_HEADER_BYTES:end]
         self._sums = memoryview(mapping)[end:].cast("Q")
+        # Of native items, since these are written and read in one go.
+        self._missing = memoryview(mapping)[_MISSING].cast("Q")
         self.address = _address(mapping) + ARENA_HEADER_BYTES
         """Where the slot area begins in this process."""
 
@@ -111,6 +118,20 @@ class Arena:
             raise
         return cls(mapping, size_bytes=size_bytes, epoch=epoch, extent_bytes=extent_bytes)
 
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes from the start of the slot area whose memory is there; never becomes less.
+
+        Nobody registers what lies beyond, or the driver would take it page by page.
+        """
+        return self.size_bytes - self._missing[0]
+
+    def tell_usable(self, num_bytes: int) -> None:
+        """Tell every process that maps the arena how much of it is there: the daemon's part."""
+        if not 0 <= num_bytes <= self.size_bytes:
+            raise ValueError(f"{num_bytes} bytes of an arena of {self.size_bytes}")
+        self._missing[0] = self.size_bytes - num_bytes
+
     def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
         """Return the bytes at an offset, writable; keeps the mapping alive while it lives."""
         end = offset_bytes + num_bytes
@@ -134,6 +155,7 @@ class Arena:
         """Give up the mapping; it goes when the last view of it does. Idempotent."""
         self._view.release()
         self._sums.release()
+        self._missing.release()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             # While a view is out there closing fails, and the last view unmaps it instead.

@@ -1,4 +1,4 @@
-"""Taking the arena's memory from the kernel up front, on all cores.
+"""Taking the arena's memory from the kernel before it is used, on all cores.
 
 A page that is missing later would be taken in the middle of somebody's copy, or kill the
 process that touches it. Populating fails with an error instead.
@@ -8,9 +8,8 @@ import contextlib
 import ctypes
 import errno
 import os
-import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from millpond.arena.arena import Arena
@@ -20,10 +19,139 @@ from millpond.model.limits import ARENA_HEADER_BYTES, MIB
 _PIECE_BYTES: Final = 16 * MIB
 """What one call populates: a few milliseconds, so that a stop is prompt."""
 _THREADS_MAX: Final = 16
+_POLL_S: Final = 0.05
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14; not in Python's mmap module before 3.15, whose madvise also keeps the GIL."""
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Touching:
+    """The touching of an arena by threads of its own, from its first slot to its last.
+
+    The checksums come before all slots. Touched memory counts once there is none missing before
+    it: then every process that maps the arena sees it (``Arena.usable_bytes``). ``news_fd``, of
+    this object, is readable when another extent counts, and at the end, whatever that is.
+    """
+
+    def __init__(self, arena: Arena, fd: int) -> None:
+        self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._arena = arena
+        self._fd = fd
+        arena.tell_usable(0)
+        self._pieces = (
+            *_pieces(arena.size_bytes, arena.total_bytes),
+            *_pieces(0, arena.size_bytes),
+        )
+        self._changed = threading.Condition()
+        """Guards all below."""
+        self._num_taken = 0
+        self._populated: set[int] = set()
+        self._num_whole = 0
+        """Pieces without one missing before them."""
+        self._error: OSError | None = None
+        self._is_halted = False
+        self._num_running = min(len(os.sched_getaffinity(0)), _THREADS_MAX, len(self._pieces))
+        self._threads = [
+            threading.Thread(target=self._run, name="millpond-touch")
+            for _ in range(self._num_running)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def touched_bytes(self) -> int:
+        """How much of the slot area is there, from its start."""
+        return self._arena.usable_bytes
+
+    @property
+    def failure(self) -> ArenaTooLarge | None:
+        """Why no more will come: the kernel has no memory left; None while it has."""
+        with self._changed:
+            is_over = not self._num_running
+            error = self._error
+        # What other threads had begun before it failed still counts.
+        return _no_memory(self._arena, error) if error is not None and is_over else None
+
+    def wait(
+        self, num_bytes: int, *, stop: threading.Event, on_progress: Callable[[int], None]
+    ) -> bool:
+        """Wait until ``num_bytes`` are touched; return False if ``stop`` was set meanwhile.
+
+        ``on_progress(touched_bytes)`` is called from the calling thread. Raises
+        ``ArenaTooLarge`` when the kernel has no memory left before.
+        """
+        touched_bytes = 0
+        while not stop.is_set() and touched_bytes < num_bytes:
+            failure = self.failure
+            with self._changed:
+                if failure is None and self.touched_bytes == touched_bytes:
+                    self._changed.wait(_POLL_S)
+            if self.touched_bytes > touched_bytes:
+                touched_bytes = self.touched_bytes
+                on_progress(touched_bytes)
+            elif failure is not None:
+                raise failure
+        return not stop.is_set()
+
+    def take_news(self) -> None:
+        """Make ``news_fd`` unreadable until there is something new."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.news_fd)
+
+    def close(self) -> None:
+        """Stop: returns when each thread has ended its piece. What was taken goes with the arena.
+
+        To be called before the arena is closed.
+        """
+        with self._changed:
+            self._is_halted = True
+        for thread in self._threads:
+            thread.join()
+        os.close(self.news_fd)
+
+    def _run(self) -> None:
+        error: OSError | None = None
+        try:
+            while error is None and (index := self._take()) is not None:
+                error = self._touch(index)
+        finally:
+            with self._changed:
+                self._error = self._error or error
+                self._num_running -= 1
+                self._changed.notify_all()
+                os.eventfd_write(self.news_fd, 1)
+
+    def _take(self) -> int | None:
+        with self._changed:
+            if self._is_halted or self._error or self._num_taken == len(self._pieces):
+                return None
+            self._num_taken += 1
+            return self._num_taken - 1
+
+    def _touch(self, index: int) -> OSError | None:
+        piece = self._pieces[index]
+        try:
+            _populate(self._arena, self._fd, piece.start, len(piece))
+        except OSError as error:
+            return error
+        with self._changed:
+            self._populated.add(index)
+            while self._num_whole in self._populated:
+                self._populated.remove(self._num_whole)
+                self._num_whole += 1
+            self._tell(self._pieces[self._num_whole - 1].stop if self._num_whole else 0)
+        return None
+
+    def _tell(self, stop: int) -> None:
+        """Let all know that the pieces before ``stop`` are there."""
+        if stop > self._arena.size_bytes:  # checksums, as yet
+            return
+        before = self.touched_bytes
+        self._arena.tell_usable(stop)
+        self._changed.notify_all()
+        if stop // self._arena.extent_bytes > before // self._arena.extent_bytes:
+            os.eventfd_write(self.news_fd, 1)
 
 
 def touch(
@@ -33,72 +161,15 @@ def touch(
     stop: threading.Event,
     on_progress: Callable[[int], None],
 ) -> bool:
-    """Populate every page of the slots and their checksums; return False if it was stopped.
-
-    ``on_progress(done_bytes)`` is called from the calling thread, which blocks. Raises
-    ``ArenaTooLarge`` when the kernel has no memory left; what was taken goes with the arena.
-    """
-    pieces: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for start in range(0, arena.total_bytes, _PIECE_BYTES):
-        pieces.put(start)
-    num_pieces = pieces.qsize()
-    done: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
-    num_threads = min(len(os.sched_getaffinity(0)), _THREADS_MAX, num_pieces)
-    halt = threading.Event()
-    threads = [
-        threading.Thread(
-            target=_populate_pieces, args=(arena, fd, pieces, done, halt), name="millpond-touch"
-        )
-        for _ in range(num_threads)
-    ]
-    for thread in threads:
-        thread.start()
-    done_bytes = 0
-    try:
-        for _ in range(num_pieces):
-            result = _next_result(done, stop)
-            if result is None:
-                return False
-            if isinstance(result, OSError):
-                raise _no_memory(arena, done_bytes, result)
-            done_bytes += result
-            on_progress(done_bytes)
-    finally:
-        halt.set()
-        for thread in threads:
-            thread.join()
-    return True
+    """Populate every page of the slots and their checksums, and wait for it: see ``Touching``."""
+    with contextlib.closing(Touching(arena, fd)) as touching:
+        return touching.wait(arena.size_bytes, stop=stop, on_progress=on_progress)
 
 
-def _next_result(
-    done: "queue.SimpleQueue[int | OSError]", stop: threading.Event
-) -> int | OSError | None:
-    """Wait for a piece or for ``stop``, whichever comes first (None)."""
-    while not stop.is_set():
-        with contextlib.suppress(queue.Empty):
-            return done.get(timeout=0.05)
-    return None
-
-
-def _populate_pieces(
-    arena: Arena,
-    fd: int,
-    pieces: "queue.SimpleQueue[int]",
-    done: "queue.SimpleQueue[int | OSError]",
-    halt: threading.Event,
-) -> None:
-    while not halt.is_set():
-        try:
-            start = pieces.get_nowait()
-        except queue.Empty:
-            return
-        num_bytes = min(_PIECE_BYTES, arena.total_bytes - start)
-        try:
-            _populate(arena, fd, start, num_bytes)
-        except OSError as error:
-            done.put(error)
-            return
-        done.put(num_bytes)
+def _pieces(start: int, stop: int) -> Iterator[range]:
+    return (
+        range(first, min(first + _PIECE_BYTES, stop)) for first in range(start, stop, _PIECE_BYTES)
+    )
 
 
 def _populate(arena: Arena, fd: int, start: int, num_bytes: int) -> None:
@@ -111,7 +182,8 @@ def _populate(arena: Arena, fd: int, start: int, num_bytes: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def _no_memory(arena: Arena, done_bytes: int, error: OSError) -> ArenaTooLarge:
+def _no_memory(arena: Arena, error: OSError) -> ArenaTooLarge:
+    done_bytes = arena.usable_bytes
     message = (
         f"the kernel gave {done_bytes // MIB} MiB of {arena.total_bytes // MIB} MiB for the "
         f"arena ({error.strerror}); choose a smaller size or free memory"
