@@ -50,15 +50,22 @@ class PoolMachine(RuleBasedStateMachine):
     """``num_extents`` decides whether there is room for all or for next to nothing."""
 
     num_extents = 400
+    num_extents_first: int | None = None
+    """How many are there at the beginning; None for all."""
     retention = Retention()
 
     @initialize(served=st.sampled_from(list(itertools.combinations(range(len(NAMESPACES)), 2))))
     def start(self, served: tuple[int, int]) -> None:
+        self.arena_bytes = self.num_extents * EXTENT_BYTES + 4 * KIB
+        self.usable_bytes = self.arena_bytes
+        if self.num_extents_first is not None:
+            self.usable_bytes = self.num_extents_first * EXTENT_BYTES
         self.pool = Pool(
             epoch=EPOCH,
-            arena_bytes=self.num_extents * EXTENT_BYTES + 4 * KIB,
+            arena_bytes=self.arena_bytes,
             extent_bytes=EXTENT_BYTES,
             retention=self.retention,
+            usable_bytes=self.usable_bytes,
         )
         self.model = Model(NAMESPACES, self.retention.admission)
         for namespace_id, each in enumerate(NAMESPACES):
@@ -69,6 +76,12 @@ class PoolMachine(RuleBasedStateMachine):
         for namespace_id in served:
             self.open_session("north", namespace_id, 1)
             self.open_session("south", namespace_id, 2)
+
+    @precondition(lambda self: self.usable_bytes < self.arena_bytes)
+    @rule(num_bytes=st.sampled_from([4 * KIB, EXTENT_BYTES]))
+    def grow(self, num_bytes: int) -> None:
+        self.usable_bytes = min(self.usable_bytes + num_bytes, self.arena_bytes)
+        self.pool.grow(self.usable_bytes)
 
     # ------------------------------------------------------------ sessions
 
@@ -368,7 +381,7 @@ class PoolMachine(RuleBasedStateMachine):
         for entry in sorted(self.model.alive(), key=lambda entry: entry.offset):
             assert entry.offset >= end, f"{entry.place} overlaps another"
             end = entry.offset + entry.num_bytes
-        assert end <= self.num_extents * EXTENT_BYTES
+        assert end <= self.usable_bytes // EXTENT_BYTES * EXTENT_BYTES
 
     @invariant()
     def states_have_their_pages_and_keep_to_their_budget(self) -> None:
@@ -384,8 +397,7 @@ class PoolMachine(RuleBasedStateMachine):
             if NAMESPACES[entry.namespace_id].parts[entry.part].coverage is Coverage.LAST
             and self.model.every(entry.namespace_id)
         )
-        arena_bytes = self.num_extents * EXTENT_BYTES + 4 * KIB
-        assert num_bytes <= self.retention.state_ratio * arena_bytes
+        assert num_bytes <= self.retention.state_ratio * self.usable_bytes
 
     @invariant()
     def references_name_what_they_named(self) -> None:
@@ -413,7 +425,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.flush()
         self.pool.check_invariants()
         statistics = self.pool.statistics()
-        assert statistics["num_extents_unassigned"] == self.num_extents
+        assert statistics["num_extents_unassigned"] == self.usable_bytes // EXTENT_BYTES
         assert statistics["num_sessions"] == statistics["num_leases"] == 0
         assert statistics["num_blocks"] == statistics["num_write_leases"] == 0
 
@@ -480,6 +492,13 @@ class FewStatesMachine(PoolMachine):
     retention = Retention(state_ratio=0.1)
 
 
+class GrowingPoolMachine(PoolMachine):
+    """Memory comes while the pool is crowded already."""
+
+    num_extents = 8
+    num_extents_first = 1
+
+
 class SecondTouchMachine(PoolMachine):
     retention = Retention(admission=Admission.SECOND_TOUCH)
 
@@ -496,6 +515,7 @@ class CrowdedSecondTouchMachine(PoolMachine):
         CrowdedPoolMachine,
         AdaptivePoolMachine,
         FewStatesMachine,
+        GrowingPoolMachine,
         SecondTouchMachine,
         CrowdedSecondTouchMachine,
     ],

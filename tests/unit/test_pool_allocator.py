@@ -15,12 +15,12 @@ from tests.pool_values import EVERY, namespace
 
 
 def allocator(num_extents: int = 3, extent_bytes: int = 64 * KIB, epoch: int = 9) -> Allocator:
-    return Allocator(
-        epoch=epoch,
-        arena_bytes=num_extents * extent_bytes + 4 * KIB,
-        extent_bytes=extent_bytes,
-        make_policy=LruPolicy,
+    arena_bytes = num_extents * extent_bytes + 4 * KIB
+    made = Allocator(
+        epoch=epoch, arena_bytes=arena_bytes, extent_bytes=extent_bytes, make_policy=LruPolicy
     )
+    made.grow(arena_bytes)
+    return made
 
 
 def take(slots: Allocator, table: SlotTable) -> int | None:

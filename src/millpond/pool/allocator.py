@@ -202,7 +202,8 @@ class SlotTable:
 class Allocator:
     """Hands out free slots and takes them back; it never evicts.
 
-    ``extents[n]`` is None while extent n is unassigned.
+    ``extents[n]`` is None while extent n is unassigned. There are only those whose memory is
+    there: ``grow`` adds the next.
     """
 
     def __init__(
@@ -215,11 +216,19 @@ class Allocator:
             )
         self.epoch = epoch
         self.extent_bytes = extent_bytes
-        self.extents: list[Extent | None] = [None] * (arena_bytes // extent_bytes)
-        self.unassigned = list(range(len(self.extents) - 1, -1, -1))
+        self.extents: list[Extent | None] = []
+        self.unassigned: list[int] = []
+        """A stack, the next to be assigned on top."""
         self.tables: list[SlotTable] = []
         self._make_policy = make_policy
         self._last_generation = 0
+
+    def grow(self, usable_bytes: int) -> None:
+        """Add the extents that lie before ``usable_bytes`` of the arena and are not there yet."""
+        first, stop = len(self.extents), usable_bytes // self.extent_bytes
+        self.extents += [None] * (stop - first)
+        # Their turn comes last: workers register from the start of the arena on.
+        self.unassigned[:0] = range(stop - 1, first - 1, -1)
 
     def table(self, slot_bytes: int, *, holds_states: bool = False) -> SlotTable:
         """Return the table of slots of this (aligned) size; it may own no extent yet."""

@@ -30,9 +30,9 @@ _VICTIMS_MAX: Final = 64
 class Evictor:
     """Hands out slots over a store; ``state_bytes_max`` is the budget of all states."""
 
-    def __init__(self, store: Store, state_bytes_max: int) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
-        self.state_bytes_max = state_bytes_max
+        self.state_bytes_max = 0
         self.num_extents_reclaimed = 0
         self._reclaim_steps_left = 0
         self._extents_tried: set[int] = set()

@@ -60,7 +60,8 @@ class Pool:
     """Which blocks are kept, where, and who may touch them; owned by one thread.
 
     ``arena_bytes`` is the slot area, without the arena's header; all offsets count from its
-    start. ``retention`` says which blocks are stored and which leave first.
+    start. ``retention`` says which blocks are stored and which leave first. ``usable_bytes`` of
+    the arena are there to begin with (None: all), the rest comes by ``grow``.
     """
 
     def __init__(
@@ -70,7 +71,10 @@ class Pool:
         arena_bytes: int,
         extent_bytes: int,
         retention: Retention = DEFAULT_RETENTION,
+        usable_bytes: int | None = None,
     ) -> None:
+        self._arena_bytes = arena_bytes
+        self._usable_bytes = 0
         self._retention = retention
         self._allocator = Allocator(
             epoch=epoch,
@@ -79,7 +83,8 @@ class Pool:
             make_policy=EVICTION[self._retention.eviction],
         )
         self._store = Store(self._allocator)
-        self._evictor = Evictor(self._store, int(self._retention.state_ratio * arena_bytes))
+        self._evictor = Evictor(self._store)
+        self.grow(arena_bytes if usable_bytes is None else usable_bytes)
         self._admission = ADMISSION[self._retention.admission]()
         self._sessions = Sessions()
         self._namespace_ids: dict[bytes, int] = {}
@@ -421,6 +426,21 @@ class Pool:
                     self._store.drop_tail(part, index, table.node[slot])
 
     # ------------------------------------------------------------ the whole pool
+
+    def grow(self, usable_bytes: int) -> None:
+        """Use the arena up to ``usable_bytes``, whose memory is there now.
+
+        The pool's capacity is what it may use at the time, in whole extents, and never what is
+        still to come: a full pool evicts, ``state_ratio`` is of ``usable_bytes``, and statistics
+        know no other extents. ``ValueError`` for less than before or more than the arena.
+        """
+        if not self._usable_bytes <= usable_bytes <= self._arena_bytes:
+            raise ValueError(
+                f"usable_bytes {usable_bytes} after {self._usable_bytes}, of {self._arena_bytes}"
+            )
+        self._usable_bytes = usable_bytes
+        self._allocator.grow(usable_bytes)
+        self._evictor.state_bytes_max = int(self._retention.state_ratio * usable_bytes)
 
     @property
     def enabled(self) -> bool:
