@@ -9,6 +9,7 @@ import pytest
 from millpond.model.limits import GIB
 from millpond.transfer import cudart, registration
 from millpond.transfer.registration import Registration
+from tests.waiting import eventually
 
 WAIT_S = 10.0
 SIZE = 3 * GIB  # three pieces
@@ -39,8 +40,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return Driver(monkeypatch)
 
 
-def register(**calls: Any) -> Registration:  # noqa: ANN401
-    arena: Any = SimpleNamespace(address=0, size_bytes=SIZE, extent_bytes=GIB)
+def register(usable_bytes: int = SIZE, **calls: Any) -> Registration:  # noqa: ANN401
+    arena: Any = SimpleNamespace(
+        address=0, size_bytes=SIZE, usable_bytes=usable_bytes, extent_bytes=GIB
+    )
     nothing: Any = lambda *_: None  # noqa: E731
     usual = {"prepare": nothing, "on_first": nothing, "on_failure": nothing}
     usual["is_busy"] = lambda: False
@@ -114,3 +117,34 @@ def test_a_piece_in_progress_while_it_is_undone_undoes_itself(driver: Driver) ->
     driver.held[GIB].set()
     made.wait(WAIT_S)
     assert driver.registered == set()
+
+
+def test_a_piece_is_registered_once_all_its_memory_is_there(driver: Driver) -> None:
+    made = register(usable_bytes=2 * GIB - 1)
+    arena: Any = made.arena
+    eventually(lambda: made.covers(GIB), "the first", timeout_s=WAIT_S)
+    assert not made.wait(0.2)
+    assert driver.registered == {0}
+    arena.usable_bytes = 2 * GIB
+    eventually(lambda: made.covers(2 * GIB), "the second", timeout_s=WAIT_S)
+    assert driver.registered == {0, GIB}
+    arena.usable_bytes = SIZE
+    assert made.wait(WAIT_S)
+
+
+def test_who_waits_for_memory_stops_at_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_POLL_S", 3600.0)
+    made = register(usable_bytes=GIB)
+    eventually(lambda: made.covers(GIB), "the first", timeout_s=WAIT_S)
+    made.undo(WAIT_S)
+    assert not any(thread.is_alive() for thread in made._threads)
+    assert driver.registered == set()
+
+
+def test_who_waits_for_memory_hears_that_registration_failed(driver: Driver) -> None:
+    driver.refused.add(0)
+    made = register(usable_bytes=GIB)
+    assert not made.wait(WAIT_S)
+    assert not any(thread.is_alive() for thread in made._threads)

@@ -51,6 +51,9 @@ SUMMED_BYTES_MIN: Final = SLOT_ALIGNMENT_BYTES
 """So many bytes of slots have one checksum's room: less of a layer is summed with the next."""
 ARENA_HEADER_BYTES: Final = 2 * MIB
 """Bytes before the first slot; one huge page, so that slots may be huge-page aligned."""
+REGISTERED_BYTES: Final = GIB
+"""What workers register in one call, or an extent if that is larger, and what the daemon gives
+to its pool at a time, so that no slot is handed out in a piece that nobody can register yet."""
 EXTENT_BYTES_MIN: Final = 4 * MIB
 EXTENT_BYTES_MAX: Final = 4 * GIB
 EXTENTS_PER_ARENA: Final = 64

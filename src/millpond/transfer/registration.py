@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from millpond.arena.arena import Arena
-from millpond.model.limits import GIB
+from millpond.model.limits import GIB, REGISTERED_BYTES
 from millpond.transfer import cudart
 
 logger = logging.getLogger("vllm.millpond")
 
-PIECE_BYTES: Final = GIB
-"""What is registered in one call, or an extent if that is larger.
-
-Nobody can launch a kernel meanwhile: 55 ms for a GiB, 0.47 s for 8 GiB (H200).
-"""
+PIECE_BYTES: Final = REGISTERED_BYTES
+"""Nobody can launch a kernel meanwhile: 55 ms for a GiB, 0.47 s for 8 GiB (H200)."""
 _REMEDY: Final = "raise the limit on locked memory (ulimit -l) or make the pool smaller"
+_POLL_S: Final = 0.05
 _NUM_THREADS: Final = 2
 """More are no faster: 40 GiB took 2.5 s with one, 1.7 s with two, 1.7 s with four (H200)."""
 
@@ -25,11 +23,12 @@ _NUM_THREADS: Final = 2
 class Registration:
     """The registration of one mapping, made piece by piece in the background.
 
-    Keeps the mapping alive until ``undo``. Slots that lie in a registered prefix can be
-    copied at once; others cannot be copied yet. ``prepare`` runs first in each thread,
-    ``on_first`` once the first piece is registered and before it counts, ``on_failure`` where
-    one cannot be, each in the thread that did it. ``is_busy`` says whether others use the
-    device: as long as each piece takes, they are left to it before the next.
+    Keeps the mapping alive until ``undo``. A piece is registered once all of its memory is
+    there: the driver would take missing pages from the kernel one by one. Slots that lie in a
+    registered prefix can be copied at once; others cannot be copied yet. ``prepare`` runs first
+    in each thread, ``on_first`` once the first piece is registered and before it counts,
+    ``on_failure`` where one cannot be, each in the thread that did it. ``is_busy`` says whether
+    others use the device: as long as each piece takes, they are left to it before the next.
     """
 
     def __init__(
@@ -122,6 +121,8 @@ class Registration:
         if index is None:
             return None
         start, num_bytes = self._pieces[index]
+        if not self._wait_touched(start + num_bytes):
+            return None
         began_s = time.monotonic()
         try:
             cudart.register_host(self.arena.address + start, num_bytes)
@@ -135,6 +136,13 @@ class Registration:
         finally:
             self._note(index)
         return took_s
+
+    def _wait_touched(self, end_offset: int) -> bool:
+        """Wait until the arena's memory is there before ``end_offset``; False if it is over."""
+        while self.arena.usable_bytes < end_offset:
+            if self._stopping.wait(_POLL_S) or self._failure is not None:
+                return False
+        return True
 
     def _take(self) -> int | None:
         with self._lock:
