@@ -52,7 +52,7 @@ from millpond.config import PoolConfig
 from millpond.config.values import parse_size
 from millpond.launch.resources import visible_gpus
 from millpond.launch.system import System, SystemOptions
-from millpond.model.limits import SLOT_ALIGNMENT_BYTES
+from millpond.model.limits import ARENA_HEADER_BYTES, SLOT_ALIGNMENT_BYTES
 from millpond.pool.pool import default_extent_bytes
 from millpond.service.client import AdminClient
 
@@ -165,9 +165,10 @@ class Started:
     began_s: float
 
     @property
-    def taken_bytes(self) -> int:
-        """What the kernel has given so far."""
-        return self.segment.stat().st_blocks * 512
+    def is_taken(self) -> bool:
+        """Whether the kernel has given all memory, but for what the header leaves unused."""
+        found = self.segment.stat()
+        return found.st_blocks * 512 >= found.st_size - ARENA_HEADER_BYTES
 
     @property
     def since_s(self) -> float:
@@ -209,7 +210,7 @@ def follow(
     ready_s: float | None = None
     served_s: float | None = None
     while True:
-        if taken_s is None and started.taken_bytes >= started.size_bytes:
+        if taken_s is None and started.is_taken:
             taken_s = round(started.since_s, 2)
             say(f"memory taken after {taken_s} s")
         if served_s is None and ask is not None and ask.is_due() and ask.served():

@@ -111,6 +111,7 @@ def running_pool(asked: argparse.Namespace) -> Generator[Path]:
             device="cuda" if visible_gpus(dict(os.environ)) else "cpu",
             environ=dict(os.environ),
             pool=PoolConfig(socket, parse_size(asked.pool), extent_bytes=None),
+            needs_whole_pool=True,
         )
         with System(system):
             yield socket

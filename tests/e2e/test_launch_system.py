@@ -22,7 +22,7 @@ from millpond.launch.rivals import Lmcache, RivalName, RivalOptions, VllmFs
 from millpond.launch.system import ProcessState, System, SystemOptions
 from millpond.model.errors import SetupError
 from millpond.model.limits import MIB
-from millpond.service.client import AdminClient
+from millpond.service.client import AdminClient, MemoryState
 from tests.waiting import eventually
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -165,6 +165,38 @@ def test_a_killed_replica_comes_back_at_its_address(temp_dir: Path) -> None:
         assert after.url == before.url
         assert after.is_healthy()
         assert system.wait_for_death(0.0) is None
+
+
+def memory_is(monkeypatch: pytest.MonkeyPatch, *states: MemoryState) -> list[MemoryState]:
+    """Have pools tell of their memory so, one state after the other; return what is left."""
+    left = list(states)
+    monkeypatch.setattr(AdminClient, "memory", lambda _: left.pop(0))
+    return left
+
+
+COMING = MemoryState(2, 1, None)
+COMPLETE = MemoryState(2, 2, None)
+RAN_OUT = MemoryState(2, 1, "the kernel has no more")
+
+
+def test_a_pool_is_ready_when_it_serves_or_when_it_has_all_memory(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = memory_is(monkeypatch, COMING, COMING, COMPLETE)
+    with System(options(temp_dir, num_replicas=0)):
+        assert left == [COMING, COMPLETE]
+    with System(options(temp_dir, num_replicas=0, needs_whole_pool=True)):
+        assert left == []
+
+
+def test_a_pool_that_is_needed_whole_and_gets_no_more_memory_is_an_error(
+    temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_is(monkeypatch, RAN_OUT)
+    system = System(options(temp_dir, num_replicas=0, needs_whole_pool=True))
+    with pytest.raises(SetupError, match="the kernel has no more"):
+        system.start()
+    assert system.wait_for_death(0.0) == "pool"
 
 
 def test_a_killed_pool_comes_back_at_its_socket(temp_dir: Path) -> None:

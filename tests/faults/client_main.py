@@ -64,6 +64,11 @@ class Client:
         found = self.scheduler.lookup(keys(prefix, num_blocks), KEY_BYTES)
         return found.num_blocks, found.outcome
 
+    def usable(self) -> int:
+        """Return how much of the arena is there, as this process sees it."""
+        assert self.arena is not None
+        return self.arena.usable_bytes
+
     def write(self, offset: int, text: str) -> None:
         assert self.arena is not None
         self.arena.view(offset, len(text))[:] = text.encode()

@@ -4,15 +4,20 @@ Prints one line of JSON for each event. Exit codes: 0 orderly stop, 3 set-up err
 invariant, as the tests expect them.
 """
 
+import errno
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from millpond.arena import touch
+from millpond.arena.arena import Arena
 from millpond.model.errors import InvariantBroken, SetupError
+from millpond.model.limits import REGISTERED_BYTES
 from millpond.pool import pool
 from millpond.pool.pool import Pool
 from millpond.service import loop, sessions
@@ -83,6 +88,49 @@ def handshake_s(seconds: float) -> None:
     loop.HANDSHAKE_S_MAX = seconds  # type: ignore[misc]
 
 
+def _before_populating(check: Callable[[int], None]) -> None:
+    """Call ``check(start)`` before memory of slots is taken."""
+    populate = touch._populate
+
+    def checked(arena: Arena, fd: int, start: int, num_bytes: int) -> None:
+        if start < arena.size_bytes:
+            check(start)
+        populate(arena, fd, start, num_bytes)
+
+    touch._populate = checked
+
+
+def memory_waits_for(held: tuple[int, str]) -> None:
+    """Give no memory from an offset on until a file is there."""
+    first, path = held
+
+    def check(start: int) -> None:
+        if start >= first:
+            eventually(Path(path).exists, "the test lets the memory come")
+
+    _before_populating(check)
+
+
+def memory_ends_at(end: int) -> None:
+    """Have no memory from an offset on."""
+
+    def check(start: int) -> None:
+        if start >= end:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    _before_populating(check)
+
+
+def memory_is_slow(seconds: float) -> None:
+    """Take so long for each piece, and take none."""
+
+    def populate(arena: Arena, _fd: int, start: int, _num_bytes: int) -> None:
+        if start < arena.size_bytes:
+            threading.Event().wait(seconds)
+
+    touch._populate = populate
+
+
 FAULTS: dict[str, Callable[[Any], None]] = {
     fault.__name__: fault
     for fault in (
@@ -93,6 +141,9 @@ FAULTS: dict[str, Callable[[Any], None]] = {
         write_lease_s,
         orphans_max,
         handshake_s,
+        memory_waits_for,
+        memory_ends_at,
+        memory_is_slow,
     )
 }
 """What a test may plant, by the name of the option: things that a sound daemon does not do."""
@@ -118,6 +169,7 @@ def main() -> int:
             ServeOptions(
                 socket_path=options["socket_path"],
                 size_bytes=options["size_bytes"],
+                step_bytes=options.get("step_bytes", REGISTERED_BYTES),
                 on_progress=on_progress,
             ),
             on_ready=on_ready,

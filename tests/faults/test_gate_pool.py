@@ -84,6 +84,33 @@ def test_slots_of_one_size_fill_a_pool_by_the_byte(daemon: Daemon) -> None:
     assert [filling.num_slots for filling in report.fillings] == [SIZE_BYTES // (64 * KIB)] * 3
 
 
+def test_a_pool_is_filled_once_it_grows_no_more(socket_path: str, tmp_path: Path) -> None:
+    gate = tmp_path / "go"
+    options = {"step_bytes": SIZE_BYTES, "memory_waits_for": (SIZE_BYTES, str(gate))}
+    with Daemon(socket_path, size_bytes=2 * SIZE_BYTES, **options) as daemon:
+        daemon.wait_ready()
+        usable_bytes: list[int] = []
+
+        def step(stage: str) -> None:
+            if stage == "memory":
+                gate.touch()
+            elif stage == "first: filling":
+                usable_bytes.append(daemon.status()["service"]["memory"]["usable_bytes"])
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            check(socket_path, step)
+        assert usable_bytes == [2 * SIZE_BYTES]
+
+
+def test_a_pool_without_all_of_its_memory_is_not_checked(socket_path: str) -> None:
+    options = {"step_bytes": SIZE_BYTES, "memory_ends_at": SIZE_BYTES}
+    with Daemon(socket_path, size_bytes=2 * SIZE_BYTES, **options) as daemon:
+        daemon.wait_ready()
+        with pytest.raises(SetupError, match="gave 16 MiB of 32 MiB"):
+            check(socket_path)
+
+
 # ---------------------------------------------------------------- planted faults
 
 

@@ -26,6 +26,7 @@ def statistics(*, epoch: int = 1) -> dict[str, Any]:
         "service": {
             "epoch": epoch,
             "uptime_s": 61.0,
+            "memory": {"size_bytes": 2**30, "usable_bytes": 2**30, "problem": None},
             "refused": 0,
             "bad_frames": 0,
             "slow_peers_dropped": 0,
@@ -226,3 +227,21 @@ def test_a_slow_link_and_a_problem_are_said(capsys: pytest.CaptureFixture[str]) 
     assert "slow" not in shown(capsys, linked(h2d_gb_s=34.0, allowed_gb_s=None))
     problem = linked(h2d_gb_s=None, d2h_gb_s=None, allowed_gb_s=None, problem="ulimit -l")
     assert "ulimit -l" in shown(capsys, problem)
+
+
+def test_memory_that_is_still_coming_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = statistics()
+    assert "MiB" not in status_line(figures)
+    figures["service"]["memory"]["usable_bytes"] = 2**28
+    assert "has 256.0 of 1,024.0 MiB, and serves" in " ".join(shown(capsys, figures).split())
+    assert status_line(figures).count("usable_mib=256.0 size_mib=1024.0 memory=coming") == 1
+
+
+def test_memory_that_ran_out_is_shouted(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = statistics()
+    figures["service"]["memory"] |= {"usable_bytes": 2**28, "problem": "the kernel has no more"}
+    text = " ".join(shown(capsys, figures).split())
+    assert "MEMORY RAN OUT" in text
+    assert "256.0 of 1,024.0 MiB" in text
+    assert "the kernel has no more" in text
+    assert "memory=ran-out" in status_line(figures)

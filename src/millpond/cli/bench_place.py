@@ -235,6 +235,7 @@ def _launched(
         device=prepared.situation.device,
         environ=environ,
         pool=replace(config.pool, socket=folder / "pool.sock"),
+        needs_whole_pool=True,
         front=None
         if config.router is None
         else FrontOptions(policy=config.router.policy, admin_socket=folder / "router.sock"),

@@ -21,7 +21,10 @@ def print_json(document: Mapping[str, object]) -> None:
 
 
 class ProgressLine:
-    """One line of progress on stderr: redrawn on a terminal, else repeated now and then."""
+    """One line of progress on stderr: redrawn on a terminal, else repeated now and then.
+
+    Once it has ended it is not redrawn any more: there may be other lines below it.
+    """
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -37,6 +40,7 @@ class ProgressLine:
     def __exit__(self, *exc_info: object) -> None:
         if self._status is not None:
             self._status.stop()
+            self._status = None
 
     def show(self, text: str, *, stage: str = "") -> None:
         """Show ``text``. Without a terminal, it is printed when ``stage`` changes and every 5 s."""

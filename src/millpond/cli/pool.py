@@ -36,8 +36,9 @@ from millpond.service.server import ServeOptions, Serving, serve
 def pool(context: click.Context, **flags: object) -> None:
     """Run the pool's daemon, or switch a running one.
 
-    Without a subcommand, serves in the foreground until Ctrl-C or SIGTERM. The memory is
-    taken from the kernel before anything is served; a size that does not fit is refused.
+    Without a subcommand, serves in the foreground until Ctrl-C or SIGTERM. A size that does
+    not fit is refused; the memory is taken from the kernel from then on, and what is there is
+    used while the rest is still being taken.
     """
     if context.invoked_subcommand is not None:
         if any(value is not None for value in flags.values()):
@@ -66,11 +67,11 @@ def pool(context: click.Context, **flags: object) -> None:
     with ProgressLine() as progress:
 
         def on_progress(done_bytes: int, total_bytes: int) -> None:
+            if done_bytes == total_bytes:
+                progress.show(f"all memory is there: {format_size(total_bytes)}", stage="done")
+                return
             percent = 100 * done_bytes // total_bytes
-            progress.show(
-                f"taking memory: {percent} % of {format_size(total_bytes)}",
-                stage="done" if done_bytes == total_bytes else "",
-            )
+            progress.show(f"taking memory: {percent} % of {format_size(total_bytes)}")
 
         def on_ready(serving: Serving) -> None:
             progress.__exit__()

@@ -67,6 +67,11 @@ def status_line(statistics: Tree) -> str:
         "leases": pool["num_leases"],
         "evictions": pool["num_evictions"],
     }
+    memory = tree(tree(statistics, "service"), "memory")
+    if memory["usable_bytes"] != memory["size_bytes"]:
+        figures["usable_mib"] = f"{number(memory['usable_bytes']) / 2**20:.1f}"
+        figures["size_mib"] = f"{number(memory['size_bytes']) / 2**20:.1f}"
+        figures["memory"] = "coming" if memory["problem"] is None else "ran-out"
     for source in ("prompt", "computed", "local", "loaded"):
         figures[f"{source}_tokens"] = sum(int(number(each[f"{source}_tokens"])) for each in tokens)
     figures["refused"] = sum(num for *_, num in _refused(statistics))
@@ -86,7 +91,20 @@ def _memory(statistics: Tree) -> Table:
         f"{count(pool['num_blocks'])} blocks, {count(pool['num_evictions'])} evictions, "
         f"{count(pool['num_leases'])} leases, up {number(service['uptime_s']):,.0f} s"
     )
+    if news := _memory_news(tree(service, "memory")):
+        table.caption += f"\n{news}"
     return table
+
+
+def _memory_news(memory: Tree) -> str:
+    """Return what is to be said of memory that the pool was to have and has not, "" of none."""
+    usable_bytes, size_bytes = number(memory["usable_bytes"]), number(memory["size_bytes"])
+    if usable_bytes == size_bytes:
+        return ""
+    has = f"has {usable_bytes / 2**20:,.1f} of {size_bytes / 2**20:,.1f} MiB"
+    if memory["problem"] is None:
+        return f"The pool {has}, and serves while it takes the rest."
+    return f"MEMORY RAN OUT: the pool {has}, and serves with that. {memory['problem']}"
 
 
 def _links(service: Tree) -> list[Table]:

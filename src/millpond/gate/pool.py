@@ -142,6 +142,7 @@ class PoolCheck:
         with AdminClient.connect(self.options.socket, timeout_s=_ADMIN_TIMEOUT_S) as admin:
             self._admin = admin
             self._require_empty()
+            self._wait_for_memory()
             try:
                 self._fill_all()
             except (PoolFault, CopyFailed) as fault:
@@ -288,6 +289,20 @@ class PoolCheck:
                 f"slots of {largest} bytes do not fit into this pool's extents of "
                 f"{pool['extent_bytes']} bytes: choose a smaller --slot-size"
             )
+
+    def _wait_for_memory(self) -> None:
+        """Wait until all memory is there: before, a full pool does not stay full."""
+        began_s = time.monotonic()
+        while True:
+            memory = self._admin.memory()
+            if memory.is_complete:
+                return
+            if memory.problem is not None:
+                raise SetupError(f"the pool did not get all of its memory: {memory.problem}")
+            if time.monotonic() - began_s > _WAIT_S_MAX + memory.size_bytes / _BYTES_PER_S_MIN:
+                raise SetupError("the pool is still taking its memory: try again later")
+            self._show("waiting for the pool's memory", "memory")
+            time.sleep(_POLL_S)
 
     def _require_no_stranger(self) -> None:
         mine = {name for spec in self._specs for name in spec.replicas()}

@@ -43,7 +43,8 @@ class SystemOptions:
     ``environ`` is the environment of all processes. ``python`` runs the replicas: another than
     this process's has another vLLM, and Millpond installed beside it. ``port`` is the first
     replica's; None picks free ones. ``run_dir`` gets one log a process and is left there; None
-    uses a temporary folder, which is removed unless something failed.
+    uses a temporary folder, which is removed unless something failed. A pool is ready when it
+    serves, or, if ``needs_whole_pool``, when it has all of its memory.
     """
 
     model: str
@@ -51,6 +52,7 @@ class SystemOptions:
     device: Literal["cpu", "cuda"]
     environ: Mapping[str, str]
     pool: PoolConfig | None
+    needs_whole_pool: bool = False
     rival: RivalOptions | None = None
     front: FrontOptions | None = None
     engine_args: Sequence[str] = ()
@@ -336,10 +338,15 @@ class System:
         if name != "pool":
             return self._replicas[name].is_healthy()
         try:
-            AdminClient.connect(str(self.socket), timeout_s=_CONNECT_TIMEOUT_S).close()
+            with AdminClient.connect(str(self.socket), timeout_s=_CONNECT_TIMEOUT_S) as admin:
+                memory = admin.memory()
         except ExpectedError:
             return False
-        return True
+        if not self.options.needs_whole_pool:
+            return True
+        if memory.problem is not None:
+            raise SetupError(f"the pool did not get all of its memory: {memory.problem}")
+        return memory.is_complete
 
 
 def _stop(processes: Sequence[GuardedProcess]) -> None:

@@ -3,7 +3,7 @@
 A check walks everything and takes seconds for a million blocks. In the daemon's own thread
 nobody would be served meanwhile, and in pieces it would see a pool that changes under it.
 The child shares the daemon's memory until one of them writes, and lives only for the check.
-It never has the arena, whose mapping is not inherited.
+It never has the arena, whose mapping is not inherited, nor the threads that may be touching it.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ session ends, the daemon ends them all.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, NamedTuple, Self, cast
 
 from millpond.arena.arena import Arena
 from millpond.model.errors import DaemonGone
@@ -233,6 +233,22 @@ class WorkerClient(_Client):
         self._connection.send(message, REQUEST_TIMEOUT_S)
 
 
+class MemoryState(NamedTuple):
+    """What a pool may use of the memory that it was started with, and why it gets no more.
+
+    ``problem`` is None while more is to come, and when all is there.
+    """
+
+    size_bytes: int
+    usable_bytes: int
+    problem: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is there."""
+        return self.usable_bytes == self.size_bytes
+
+
 class AdminClient(_Client):
     """An operator: looks at the pool and switches it. Calls block for ``timeout_s``."""
 
@@ -250,6 +266,11 @@ class AdminClient(_Client):
         """Return the daemon's ``statistics()``."""
         request = Status(id=self._connection.next_id())
         return self._connection.call(request, StatusReply, self._timeout_s).statistics
+
+    def memory(self) -> MemoryState:
+        """Return how much of its memory the pool has."""
+        service = cast("dict[str, Any]", self.status()["service"])
+        return MemoryState(**service["memory"])
 
     def switch(self, *, enabled: bool) -> None:
         """Turn the whole pool on or off."""

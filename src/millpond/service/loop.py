@@ -21,6 +21,7 @@ from millpond.pool.pool import Pool
 from millpond.service.checking import Checks
 from millpond.service.dispatch import Dispatch
 from millpond.service.framing import FrameError
+from millpond.service.growing import Growth
 from millpond.service.peer import Peer, SlowPeer, receive_buffer
 from millpond.service.peercred import peer_credentials
 from millpond.service.protocol import Failed, Hello, Refused, Reply, Request, Welcome
@@ -52,8 +53,11 @@ _ANY_HELLO: Final = msgspec.msgpack.Decoder(_AnyHello)
 class Loop:
     """The loop over all connections; everything happens in the thread that calls ``run``."""
 
-    def __init__(self, pool: Pool, arena: Arena, arena_fd: int, listener: socket.socket) -> None:
+    def __init__(
+        self, pool: Pool, arena: Arena, arena_fd: int, listener: socket.socket, growth: Growth
+    ) -> None:
         self._pool = pool
+        self._growth = growth
         self._arena = arena
         self._arena_fd = arena_fd
         self._listener = listener
@@ -84,6 +88,7 @@ class Loop:
     def run(self, stop: threading.Event, wake_fd: int) -> None:
         """Serve until ``stop`` is set, which ``wake_fd`` announces by being readable."""
         self._selector.register(wake_fd, selectors.EVENT_READ, _wake_up)
+        self._selector.register(self._growth.fd, selectors.EVENT_READ, self._on_memory)
         try:
             next_tick_ns = time.monotonic_ns() + _TICK_NS
             while not stop.is_set():
@@ -101,6 +106,7 @@ class Loop:
             _LOG.error("invariant broken, serving ends reason=%s", error)
             raise
         finally:
+            self._selector.unregister(self._growth.fd)
             self._selector.unregister(wake_fd)
 
     def close(self) -> None:
@@ -119,6 +125,7 @@ class Loop:
             "pid": os.getpid(),
             "epoch": self._arena.epoch,
             "uptime_s": (now_ns - self._started_ns) / 1e9,
+            "memory": self._growth.statistics(),
             **self._counts,
             "bad_reports": self._dispatch.num_bad_reports,
             "unknown_leases": self._dispatch.num_unknown_leases,
@@ -161,6 +168,9 @@ class Loop:
         elif len(self._peers) > CLIENTS_MAX:
             message = f"{CLIENTS_MAX} connections are open"
             self._refuse(peer, HandshakeRefused("full", "clients", message))
+
+    def _on_memory(self, _mask: int) -> None:
+        self._growth.take()
 
     def _on_peer(self, peer: Peer, mask: int) -> None:
         if mask & selectors.EVENT_READ and not peer.frames:

@@ -1,5 +1,7 @@
 """Starting and stopping the daemon: its place, its memory, its signals, its loop.
 
+It serves as soon as the first of its memory is there, and takes the rest beside serving.
+
 Why one thread and no asyncio: docs/decisions/0003-daemon-loop.md.
 """
 
@@ -18,11 +20,17 @@ from typing import Final
 
 from millpond.arena.arena import Arena
 from millpond.arena.memory import ensure_available
-from millpond.arena.touch import touch
+from millpond.arena.touch import Touching
 from millpond.model.errors import ConfigError
-from millpond.model.limits import CLIENTS_MAX, POOL_BYTES_MIN, SLOT_ALIGNMENT_BYTES
+from millpond.model.limits import (
+    CLIENTS_MAX,
+    POOL_BYTES_MIN,
+    REGISTERED_BYTES,
+    SLOT_ALIGNMENT_BYTES,
+)
 from millpond.model.retention import DEFAULT_RETENTION, Retention
 from millpond.pool.pool import Pool, default_extent_bytes
+from millpond.service.growing import Growth
 from millpond.service.loop import Loop
 from millpond.service.socket_path import claim
 
@@ -34,15 +42,18 @@ _DESCRIPTORS_WANTED: Final = 4 * CLIENTS_MAX
 class ServeOptions:
     """What a daemon is started with.
 
-    ``extent_bytes`` None lets the pool choose. ``retention`` says what it keeps.
-    ``on_progress(done_bytes, total_bytes)`` is called from the serving thread while the arena
-    is being touched.
+    ``extent_bytes`` None lets the pool choose. ``retention`` says what it keeps. Memory is
+    given to the pool in steps of ``step_bytes``, rounded down to whole extents, or an extent if
+    that is larger; the daemon listens after the first, so that smaller pools are touched whole
+    before. ``on_progress(touched_bytes, size_bytes)`` is called from the serving thread until
+    all is there, beyond ``on_ready`` therefore.
     """
 
     socket_path: str
     size_bytes: int
     extent_bytes: int | None = None
     retention: Retention = DEFAULT_RETENTION
+    step_bytes: int = REGISTERED_BYTES
     on_progress: Callable[[int, int], None] | None = None
 
 
@@ -61,8 +72,9 @@ def serve(options: ServeOptions, *, on_ready: Callable[[Serving], None] | None =
     """Serve until SIGTERM or SIGINT; must run in the main thread, whose signals it takes.
 
     Returns after an orderly stop (also one during the touching of memory, before
-    ``on_ready``). Raises ``SocketUnusable``, ``ArenaTooLarge`` or ``ConfigError`` before
-    anything is served, and ``InvariantBroken`` when the pool contradicts itself.
+    ``on_ready`` or after). Raises ``SocketUnusable``, ``ArenaTooLarge`` or ``ConfigError``
+    before anything is served, and ``InvariantBroken`` when the pool contradicts itself. If
+    memory runs out once it serves, it goes on with what it has, and says so.
     """
     size_bytes = options.size_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
     if size_bytes < POOL_BYTES_MIN:
@@ -78,23 +90,35 @@ def serve(options: ServeOptions, *, on_ready: Callable[[Serving], None] | None =
             arena_bytes=size_bytes,
             extent_bytes=extent_bytes,
             retention=options.retention,
+            usable_bytes=0,
         )
         arena, arena_fd = Arena.create(
             size_bytes=size_bytes, extent_bytes=extent_bytes, epoch=epoch
         )
         held.callback(os.close, arena_fd)
         held.callback(arena.close)
-
-        def report_progress(done_bytes: int) -> None:
-            if options.on_progress is not None:
-                options.on_progress(min(done_bytes, size_bytes), size_bytes)  # sums: not counted
-
-        if not touch(arena, arena_fd, stop=stop, on_progress=report_progress):
+        touching = Touching(arena, arena_fd)
+        held.callback(touching.close)
+        on_progress = options.on_progress or _say_nothing
+        step_bytes = max(1, options.step_bytes // extent_bytes) * extent_bytes
+        if not touching.wait(
+            min(step_bytes, size_bytes),
+            stop=stop,
+            on_progress=lambda touched_bytes: on_progress(touched_bytes, size_bytes),
+        ):
             _LOG.info("pool stopped before it was ready")
             return
+        growth = Growth(
+            pool,
+            touching,
+            size_bytes=size_bytes,
+            step_bytes=step_bytes,
+            on_progress=on_progress,
+        )
+        growth.take()
         _raise_descriptor_limit()
         listener = held.enter_context(place.listen())
-        loop = Loop(pool, arena, arena_fd, listener)
+        loop = Loop(pool, arena, arena_fd, listener, growth)
         held.callback(loop.close)
         serving = Serving(
             socket_path=options.socket_path,
@@ -103,11 +127,20 @@ def serve(options: ServeOptions, *, on_ready: Callable[[Serving], None] | None =
             arena_bytes=size_bytes,
             extent_bytes=extent_bytes,
         )
-        _LOG.info("pool ready socket=%s arena_bytes=%d", options.socket_path, size_bytes)
+        _LOG.info(
+            "pool ready socket=%s arena_bytes=%d usable_bytes=%d",
+            options.socket_path,
+            size_bytes,
+            growth.usable_bytes,
+        )
         if on_ready is not None:
             on_ready(serving)
         loop.run(stop, wake_fd)
         _LOG.info("pool stopped socket=%s", options.socket_path)
+
+
+def _say_nothing(_touched_bytes: int, _size_bytes: int) -> None:
+    """Stand in for nobody who is told of progress."""
 
 
 @contextlib.contextmanager
