@@ -97,7 +97,7 @@ def test_steps_are_whole_extents_and_the_rest_comes_with_the_last(socket_path: s
 
 
 def test_stop_while_it_serves_and_takes_memory(socket_path: str) -> None:
-    options = {"step_bytes": STEP, "memory_is_slow": 0.3}
+    options = {"step_bytes": STEP, "memory_is_slow": 0.1}
     with Daemon(socket_path, size_bytes=2 * GIB, **options) as daemon:
         assert daemon.line()["event"] == "ready"
         stopped = time.monotonic()

@@ -16,8 +16,10 @@ from millpond.arena.arena import Arena
 from millpond.model.errors import ArenaTooLarge
 from millpond.model.limits import ARENA_HEADER_BYTES, MIB
 
-_PIECE_BYTES: Final = 16 * MIB
-"""What one call populates: a few milliseconds, so that a stop is prompt."""
+_PIECE_BYTES: Final = 4 * MIB
+"""What one call populates: a millisecond, or sixteen beside as many others. Meanwhile the kernel
+lets no thread of the process change its mappings, such as the one that serves: it may need more
+memory for itself, or fork."""
 _THREADS_MAX: Final = 16
 _POLL_S: Final = 0.05
 _MADV_POPULATE_WRITE: Final = 23
