@@ -163,7 +163,7 @@ def touch(
     stop: threading.Event,
     on_progress: Callable[[int], None],
 ) -> bool:
-    """Populate every page of the slots and their checksums, and wait for it: see ``Touching``."""
+    """Populate every page of the slots and their checksums; see ``Touching`` and its ``wait``."""
     with contextlib.closing(Touching(arena, fd)) as touching:
         return touching.wait(arena.size_bytes, stop=stop, on_progress=on_progress)
 
