@@ -497,6 +497,7 @@ class GrowingPoolMachine(PoolMachine):
 
     num_extents = 8
     num_extents_first = 1
+    retention = Retention(state_ratio=0.3)
 
 
 class SecondTouchMachine(PoolMachine):
