@@ -181,8 +181,8 @@ def rival_pair(
             )
             for name, member in members.items()
         }
-        for path in {path for member in members.values() for path in member.leftovers}:
-            stack.callback(remove, path)
+        for pattern in {each for member in members.values() for each in member.leftovers}:
+            stack.callback(remove, pattern)
         a, b = stack.enter_context(running(starts))
         used = used_by(rival)
         forgets = asked.rival == VLLM_FS
@@ -257,12 +257,13 @@ def quiet(used: Callable[[], int]) -> int:
     return value
 
 
-def remove(path: Path) -> None:
-    """Remove what a cache has left behind."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def remove(pattern: Path) -> None:
+    """Remove what a cache has left behind, under a name or a pattern of names."""
+    for path in pattern.parent.glob(pattern.name):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def measure(
