@@ -24,16 +24,11 @@ from runs import (
     Pool,
     Prompts,
     Results,
-    engine_arguments,
-    gpus_for,
     loaded_bytes,
     parser,
     rounded,
-    running,
-    running_pool,
+    running_pair,
     say,
-    start_of,
-    warm_up,
 )
 
 FLOOR_RATIO_MAX = 1.15
@@ -99,29 +94,18 @@ def main() -> None:
     made.add_argument("--same-gpu", action="store_true")
     asked = made.parse_args()
     lengths = [int(length) for length in asked.lengths.split(",")]
-    arguments = engine_arguments(asked, max(lengths))
-    gpus = gpus_for(2, same=asked.same_gpu)
     prompts = Prompts(asked.seed, asked.token_ids)
     results = Results(asked)
-    with running_pool(asked) as socket:
-        starts = {
-            name: start_of(arguments, gpu, name=name, socket=socket)
-            for name, gpu in zip("ab", gpus, strict=True)
-        }
-        with running(starts) as (a, b):
-            pool = Pool(socket)
-            pool.wait_joined("a", "b")
-            results.facts(a.facts)
-            warm_up((a, b), prompts, max(lengths))
-            for length in lengths:
-                say(f"{length} tokens")
-                row = measure(a, b, pool, prompts.draw(length), asked.repeats)
-                results.row(**row.figures())
-                results.true(f"same tokens at {length}", holds=row.same_tokens)
-                moved = statistics.median(row.moved_s)
-                results.at_most(
-                    f"moved against the floor at {length}", moved / row.floor_s, FLOOR_RATIO_MAX
-                )
+    with running_pair(asked, max(lengths), prompts, results) as (a, b, pool):
+        for length in lengths:
+            say(f"{length} tokens")
+            row = measure(a, b, pool, prompts.draw(length), asked.repeats)
+            results.row(**row.figures())
+            results.true(f"same tokens at {length}", holds=row.same_tokens)
+            moved = statistics.median(row.moved_s)
+            results.at_most(
+                f"moved against the floor at {length}", moved / row.floor_s, FLOOR_RATIO_MAX
+            )
     results.finish()
 
 

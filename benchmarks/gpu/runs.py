@@ -223,6 +223,26 @@ def loaded_bytes(status: dict[str, Any], name: str) -> int:
     return int(status["pool"]["replicas"].get(name, {}).get("num_bytes_read", 0))
 
 
+@contextlib.contextmanager
+def running_pair(
+    asked: argparse.Namespace, longest: int, prompts: Prompts, results: "Results"
+) -> Generator[tuple[Replica, Replica, Pool]]:
+    """Start a pool with replicas a and b, on two GPUs or, with --same-gpu, on one; warm them up."""
+    arguments = engine_arguments(asked, longest)
+    gpus = gpus_for(2, same=asked.same_gpu)
+    with running_pool(asked) as socket:
+        starts = {
+            name: start_of(arguments, gpu, name=name, socket=socket)
+            for name, gpu in zip("ab", gpus, strict=True)
+        }
+        with running(starts) as (a, b):
+            pool = Pool(socket)
+            pool.wait_joined("a", "b")
+            results.facts(a.facts)
+            warm_up((a, b), prompts, longest)
+            yield a, b, pool
+
+
 # ---------------------------------------------------------------- results
 
 

@@ -34,18 +34,13 @@ from runs import (
     Prompts,
     Results,
     counts,
-    engine_arguments,
     forget,
-    gpus_for,
     loaded_bytes,
     median,
     parser,
     prefill_s,
     rounded,
-    running,
-    running_pool,
-    start_of,
-    warm_up,
+    running_pair,
 )
 
 from millpond.config.values import parse_size
@@ -303,24 +298,13 @@ def main() -> None:
     asked = made.parse_args()
     lengths = counts(asked.sessions)
     longest = max(lengths) + asked.turns * (asked.growth + asked.output)
-    arguments = engine_arguments(asked, longest)
     prompts = Prompts(asked.seed, asked.token_ids)
     results = Results(asked)
     clock = Clock(expected_s(asked))
-    gpus = gpus_for(2, same=asked.same_gpu)
-    with running_pool(asked) as socket:
-        starts = {
-            name: start_of(arguments, gpu, name=name, socket=socket)
-            for name, gpu in zip("ab", gpus, strict=True)
-        }
-        with running(starts) as (a, b):
-            pool = Pool(socket)
-            pool.wait_joined("a", "b")
-            results.facts(a.facts)
-            warm_up((a, b), prompts, longest)
-            talks = Talks(a, b, pool, prompts, results, clock, asked)
-            for length, number in lengths.items():
-                run_length(talks, length, number)
+    with running_pair(asked, longest, prompts, results) as (a, b, pool):
+        talks = Talks(a, b, pool, prompts, results, clock, asked)
+        for length, number in lengths.items():
+            run_length(talks, length, number)
     results.finish()
 
 

@@ -23,17 +23,12 @@ from runs import (
     Pool,
     Prompts,
     Results,
-    engine_arguments,
-    gpus_for,
     loaded_bytes,
     median,
     parser,
     rounded,
-    running,
-    running_pool,
+    running_pair,
     say,
-    start_of,
-    warm_up,
 )
 from tracing import COMPUTE, COPIES, HOST, Span
 
@@ -159,26 +154,15 @@ def main() -> None:
     asked = options()
     os.environ["MILLPOND_CONNECTOR_EARLY_LOADS"] = "true"  # for the engines, which inherit it
     lengths = [int(length) for length in asked.lengths.split(",")]
-    arguments = engine_arguments(asked, max(lengths))
-    gpus = gpus_for(2, same=asked.same_gpu)
     prompts, results = Prompts(asked.seed, asked.token_ids), Results(asked)
-    with running_pool(asked) as socket:
-        starts = {
-            name: start_of(arguments, gpu, name=name, socket=socket)
-            for name, gpu in zip("ab", gpus, strict=True)
-        }
-        with running(starts) as (a, b):
-            pool = Pool(socket)
-            pool.wait_joined("a", "b")
-            results.facts(b.facts)
-            warm_up((a, b), prompts, max(lengths))
-            for length in lengths:
-                say(f"{length} tokens")
-                row = measure((a, b), pool, prompts.draw(length), asked.repeats)
-                results.row(**row)
-                results.true(f"same tokens at {length}", holds=row["same_tokens"])
-                if asked.svg is not None:
-                    asked.svg.write_text(drawn(row), encoding="utf-8")
+    with running_pair(asked, max(lengths), prompts, results) as (a, b, pool):
+        for length in lengths:
+            say(f"{length} tokens")
+            row = measure((a, b), pool, prompts.draw(length), asked.repeats)
+            results.row(**row)
+            results.true(f"same tokens at {length}", holds=row["same_tokens"])
+            if asked.svg is not None:
+                asked.svg.write_text(drawn(row), encoding="utf-8")
     results.finish()
 
 
