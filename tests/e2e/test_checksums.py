@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.engines import BLOCK, SETTLE_S, Replicas, arena_of, assert_same, prompt
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 SEEDS = itertools.count(860_000)
 

@@ -26,7 +26,7 @@ from tests.e2e.engines import (
 )
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 SEEDS = itertools.count(880_000)
 NUM_BLOCKS = 9
