@@ -34,7 +34,8 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_each_design_has_its_scenario_and_one_for_two_cores() -> None:
     files = scenario_files()
     names = {"study", "moved", "sessions", "mixed", "replay"}
-    assert set(files) == names | {f"{name}-cpu" for name in names}
+    of_attention_alone = {"moved-attention-cpu"}
+    assert set(files) == names | {f"{name}-cpu" for name in names} | of_attention_alone
     for name, path in files.items():
         scenario = load_scenario(path)
         assert scenario.name == name
