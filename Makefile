@@ -6,7 +6,7 @@ export PYTHONPATH :=
 ENGINE_TESTS := $(addprefix tests/e2e/test_,moved_request.py neighbours.py in_flight.py \
 	deaths.py pending.py lengths.py)
 
-.PHONY: help setup older demo test check lint fast-tests test-engines bench clean
+.PHONY: help setup older demo test check lint fast-tests faults test-engines bench clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,8 +32,12 @@ fast-tests: setup
 check: setup ## ruff, pyright, layers; unit, property and meta tests; side by side
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint fast-tests
 
-test: older check ## everything that needs no GPU: check, faults, e2e
-	@$(PYTEST) -m "not engines" tests/faults tests/e2e tests/gpu
+faults: lint ## with real daemons, processes and sockets
+	@$(PYTEST) -p no:cacheprovider -m "not engines" tests/faults
+
+test: older ## everything that needs no GPU: check and faults, side by side; e2e
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target faults fast-tests
+	@$(PYTEST) -m "not engines" tests/e2e tests/gpu
 
 test-engines: older ## e2e tests and long sweeps on every supported CPU engine
 	@.venv-0.27/bin/python -m pytest $(ENGINE_TESTS)

@@ -106,7 +106,7 @@ def gates(stage: Stage) -> Gates:
     return stage.gates
 
 
-@pytest.fixture(params=["hybrid", "sliding", "attention"])
+@pytest.fixture(params=["hybrid", "sliding", pytest.param("attention", marks=pytest.mark.engines)])
 def replicas(request: pytest.FixtureRequest) -> Replicas:
     """Each kind of model in turn."""
     return request.getfixturevalue(request.param)

@@ -145,7 +145,13 @@ def test_a_full_pool_skips_and_evicts_without_an_error(replicas: Replicas) -> No
 
 @pytest.mark.parametrize(
     ("kind", "part"),
-    [("hybrid", 0), ("hybrid", 1), ("sliding", 0), ("sliding", 1), ("attention", 0)],
+    [
+        ("hybrid", 0),
+        ("hybrid", 1),
+        ("sliding", 0),
+        ("sliding", 1),
+        pytest.param("attention", 0, marks=pytest.mark.engines),
+    ],
     ids=["hybrid-attention", "hybrid-state", "sliding-attention", "sliding-window", "attention"],
 )
 def test_one_corrupted_page_changes_the_output(

@@ -33,6 +33,7 @@ def test_two_models_of_different_shape_use_one_pool_and_share_nothing(
     assert loads(sliding, sliding.b, ids) == {sliding.a: 2 * BLOCK}
 
 
+@pytest.mark.engines
 def test_one_model_in_another_type_and_block_size_is_not_shared_and_the_log_says_why(
     attention: Replicas,
 ) -> None:
@@ -53,6 +54,7 @@ def test_one_model_in_another_type_and_block_size_is_not_shared_and_the_log_says
     assert "event=not_shared replica=b" not in attention.log("a"), "a and b do share"
 
 
+@pytest.mark.engines
 def test_a_salted_prefix_is_hit_with_its_salt_alone(attention: Replicas) -> None:
     ids = prompt(2 * BLOCK + 30, next(SEEDS))
     mine = {"cache_salt": "mine"}
@@ -64,6 +66,7 @@ def test_a_salted_prefix_is_hit_with_its_salt_alone(attention: Replicas) -> None
     assert loads(attention, "b", ids, fields=mine) == {"a": 2 * BLOCK}
 
 
+@pytest.mark.engines
 def test_an_adapter_is_given_neither_the_base_models_blocks_nor_another_adapters(
     attention: Replicas,
 ) -> None:
