@@ -234,6 +234,20 @@ def test_files_that_appear_while_they_are_removed_are_removed_too(
         TieredFiles([], tmp_path).flush()
 
 
+def test_files_and_links_beside_the_folders_go_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "_WAIT_S_MAX", 0.5)
+    elsewhere, files = tmp_path / "elsewhere", tmp_path / "files"
+    for folder in (elsewhere, files):
+        folder.mkdir()
+        (folder / "block").touch()
+    (files / "link").symlink_to(elsewhere)
+    TieredFiles([], files).flush()
+    assert list(files.iterdir()) == []
+    assert list(elsewhere.iterdir()) == [elsewhere / "block"]
+
+
 def test_a_folder_that_was_never_made_has_nothing_to_forget(tmp_path: Path) -> None:
     TieredFiles([], tmp_path / "nowhere").flush()
 

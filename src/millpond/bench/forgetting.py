@@ -1,5 +1,6 @@
 """Having caches forget: the engines' own, and those that replicas share beside the pool."""
 
+import contextlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -72,9 +73,19 @@ class TieredFiles:
         while entries := list(self.folder.iterdir()) if self.folder.exists() else []:
             # An engine may still touch a folder while it is removed: then it is there again.
             for path in entries:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
             if time.monotonic() > deadline:
                 raise RequestTimedOut(f"{entries[0]} can't be removed in {_WAIT_S_MAX:g} s")
+            time.sleep(_POLL_S)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, as far as it goes."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def memory_of(rival: Rival, urls: Sequence[str]) -> Forgets:

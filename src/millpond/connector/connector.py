@@ -209,8 +209,10 @@ class MillpondConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step: vLLM's first model runner calls this before it enqueues anything of it."""
-        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self._worker.begin_step(kv_connector_metadata)
+        is_ours = isinstance(kv_connector_metadata, StepMetadata)
+        if self._worker is not None:
+            # Of a step that is not known: it may use any page, and so it waits.
+            self._worker.begin_step(kv_connector_metadata if is_ours else StepMetadata())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Begin this step's loads; returns at once."""
