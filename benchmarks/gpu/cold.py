@@ -7,7 +7,8 @@
 Two engines on one GPU: "on" has the connector, "off" has none at all. Random prompts, each used
 once by either, ON OFF OFF ON:
 
-- cold: time to the first token, and the tokens, of prompts that nobody has seen.
+- cold: time to the first token, and the tokens, of prompts that nobody has seen. Then "on"
+  forgets its own prefixes and answers again, from the pool: the tokens have to be those of "off".
 - exact: a prompt of whole blocks, asked again on the same engine. 0.26 keeps the state at its
   end, from which it cannot resume, and computes everything after the last step's end again.
   Millpond keeps the state one block earlier. Lengths are taken one block under a multiple of
@@ -51,14 +52,23 @@ def cold(bench: Bench, length: int, number: int) -> None:
     """Add a row: fresh prompts of one length."""
     on_s: list[float] = []
     off_s: list[float] = []
+    loaded_s: list[float] = []
     same: list[bool] = []
+    same_loaded: list[bool] = []
+    distinct: list[int] = []
     for i in range(number):
         bench.clock.say(f"cold, {length} tokens, {i + 1} of {number}")
         prompt = bench.prompts.draw(length)
         on, off = ask_both(bench, i, lambda replica, prompt=prompt: replica.ask(prompt, NUM_TOKENS))
+        bench.on.forget()
+        loaded = bench.on.ask(prompt, NUM_TOKENS)
+        bench.pool.settle()
         on_s.append(on.ttft_s)
         off_s.append(off.ttft_s)
+        loaded_s.append(loaded.ttft_s)
         same.append(on.tokens == off.tokens)
+        same_loaded.append(loaded.tokens == off.tokens)
+        distinct.append(len({*off.tokens, prompt[-1]}) - 1)
     ratios = [a / b for a, b in zip(on_s, off_s, strict=True)]
     bench.forget()
     bench.results.row(
@@ -70,10 +80,15 @@ def cold(bench: Bench, length: int, number: int) -> None:
         off_median_s=median(off_s),
         ratios=rounded(ratios),
         ratio=median(ratios),
+        loaded_s=rounded(loaded_s),
         same_tokens=same,
+        same_tokens_loaded=same_loaded,
+        distinct_tokens=distinct,
     )
     bench.results.at_most(f"cold at {length}, on / off", median(ratios), COLD_RATIO_MAX)
     bench.results.true(f"same {NUM_TOKENS} tokens, cold at {length}", holds=all(same))
+    name = f"same {NUM_TOKENS} tokens, loaded at {length} and without the pool"
+    bench.results.true(name, holds=all(same_loaded))
 
 
 def exact(bench: Bench, length: int, number: int) -> None:

@@ -1,7 +1,7 @@
 """Engines in processes of their own, driven step by step: every token has its time.
 
     replica = Replica("a", Start(arguments, gpu="0", transfer=millpond_transfer("a", socket)))
-    replica.wait_started()
+    replica.start()
     answer = replica.ask(prompt, max_tokens=16)
 
 An engine takes a list of requests at once: the first one can be decoding while the others come.
@@ -143,9 +143,9 @@ def receive(pipe: Connection, timeout_s: float, *, of: str) -> Any:  # noqa: ANN
 
 
 class Replica:
-    """An engine in a process of its own, which is started at once.
+    """An engine in a process of its own. The process is there at once, and imports vLLM.
 
-    Every call blocks until the engine has done it; the first one is ``wait_started``. An engine
+    Every call blocks until the engine has done it; the first one is ``start``. An engine
     that dies without a word is an ``EOFError`` or ``OSError``, one that fails a ``RuntimeError``.
     """
 
@@ -159,8 +159,9 @@ class Replica:
         self._process.start()
         theirs.close()
 
-    def wait_started(self) -> None:
-        """Wait until it serves, and take what it says of itself."""
+    def start(self) -> None:
+        """Start the engine; wait until it serves, and take what it says of itself."""
+        self._pipe.send("start")
         self.facts = self._answer()
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
@@ -234,6 +235,9 @@ def _be_an_engine(asked: Connection, start: Start) -> None:
     if start.gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = start.gpu
     try:
+        import vllm.v1.worker.gpu_worker  # noqa: F401 - beside the start of another engine
+
+        asked.recv()
         engine = _Engine(start)
         asked.send(engine.facts())
         while True:

@@ -1,24 +1,27 @@
-"""The same moved requests with Millpond and with another cache, interleaved request by request.
+"""The same moved requests with Millpond and with other caches, interleaved request by request.
 
-    python benchmarks/gpu/rivals.py --model MODEL --rival lmcache|vllm-fs [--engine JSON]
+    python benchmarks/gpu/rivals.py --model MODEL --rival lmcache,vllm-fs [--engine JSON]
                                     [--lengths 32768,131072] [--prompts 1] [--repeats 5]
                                     [--hybrid-block 784] [--rival-size 64GiB] [--json PATH]
                                     [--alone]
 
-Two pairs of replicas: Millpond's on the first GPU, the other cache's on the second one, each
-pair on one GPU. With one GPU, or with --alone, one pair runs after the other, and the same
-prompts are not interleaved. Replica a of each pair computes a prompt; then b, --repeats times:
-forgets its own prefixes, asks (moved), asks again (local). For vllm-fs b also forgets what its
-connector keeps in memory of its own, or from the second time on nothing would be moved.
+Pairs of replicas: Millpond's on the first GPU, the other cache's on the second one, each
+pair on one GPU. With one GPU, with two other caches, or with --alone, one pair runs after the
+other, and the same prompts are not interleaved. Replica a of each pair computes a prompt; then b,
+--repeats times: forgets its own prefixes, asks (moved), asks again (local). For vllm-fs b also
+forgets what its connector keeps in memory of its own, or from the second time on nothing would be
+moved.
 
 The other caches are set up as their documentation says (``millpond.launch.rivals``): LMCache's
 multiprocess server with one block a step for a hybrid, vLLM's tiering over files in shared
 memory. Beside the times: the memory that the prompt takes in the pool and in the other cache,
-and the bytes of its attention pages.
+and the bytes of its attention pages. Of the pool's memory what is spare is told apart: states
+that nobody needs to resume the prompt, and that leave before all else.
 
-A 27B hybrid in fp8 with two H200s takes about four minutes with lmcache (2 for the start of the
-engines, 0.5 for 32k, 1.5 for 128k), and as long with vllm-fs. Ends with 1 where Millpond is not
-ahead, where its tokens differ, or where it takes more than 1.15 times the attention bytes.
+A 27B hybrid in fp8 with two H200s takes about four minutes with one other cache (1.5 for the
+start of the engines, 0.5 for 32k, 1.5 for 128k); on one GPU with both it takes seven. Ends with 1
+where Millpond is not ahead, where its tokens differ, or where what it needs is more than 1.15
+times the attention bytes.
 """
 
 import argparse
@@ -79,26 +82,30 @@ SETTLE_S = 60.0
 class Pair:
     """Two replicas that share a cache. ``used_bytes`` waits until all is written.
 
-    ``slots`` says what the bytes are for, where the cache can tell.
+    ``slots`` says what the bytes are for, and ``spare_bytes`` how many are of use to nobody any
+    more, where the cache can tell.
     """
 
     cache: str
     a: Replica
     b: Replica
     used_bytes: Callable[[], int]
+    spare_bytes: Callable[[], int] = lambda: 0
     slots: Callable[[], object] = lambda: None
     forgets_connector: bool = False
     cold: list[Answer] = field(default_factory=list)
     moved: list[Answer] = field(default_factory=list)
     local: list[Answer] = field(default_factory=list)
     added_bytes: list[int] = field(default_factory=list)
+    added_spare_bytes: list[int] = field(default_factory=list)
     same_tokens: list[bool] = field(default_factory=list)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Have a compute a prompt."""
-        before = self.used_bytes()
+        before, spare_before = self.used_bytes(), self.spare_bytes()
         self.cold.append(self.a.ask(prompt))
         self.added_bytes.append(self.used_bytes() - before)
+        self.added_spare_bytes.append(self.spare_bytes() - spare_before)
 
     def move(self, prompt: Sequence[int]) -> None:
         """Have b answer it twice: moved, and from its own memory."""
@@ -120,11 +127,12 @@ class Pair:
             "moved_median_s": median([answer.ttft_s for answer in self.moved]),
             "cached_tokens": [answer.cached_tokens for answer in self.moved],
             "added_bytes": self.added_bytes,
+            "added_spare_bytes": self.added_spare_bytes,
             "all_slots": self.slots(),
             "same_tokens": self.same_tokens,
         }
         self.cold, self.moved, self.local = [], [], []
-        self.added_bytes, self.same_tokens = [], []
+        self.added_bytes, self.added_spare_bytes, self.same_tokens = [], [], []
         return row
 
 
@@ -142,51 +150,55 @@ def millpond_pair(
             def used_bytes() -> int:
                 return int(pool.settle()["pool"]["bytes"]["committed"])
 
+            def spare_bytes() -> int:
+                sizes = pool.settle()["pool"]["slot_sizes"]
+                return sum(int(size["num_spare"] * size["slot_bytes"]) for size in sizes)
+
             def slots() -> list[dict[str, object]]:
                 return [
                     {
                         "slot_bytes": size["slot_bytes"],
                         "holds_states": size["holds_states"],
                         "committed": size["num_slots"]["committed"],
+                        "spare": size["num_spare"],
                     }
                     for size in pool.settle()["pool"]["slot_sizes"]
                 ]
 
-            yield Pair("millpond", a, b, used_bytes, slots)
+            yield Pair("millpond", a, b, used_bytes, spare_bytes, slots)
             say(f"loaded by b: {loaded_bytes(pool.settle(), 'b')} bytes")
 
 
 @contextlib.contextmanager
 def rival_pair(
-    asked: argparse.Namespace, arguments: dict[str, Any], gpu: str | None, block_tokens: int | None
+    asked: argparse.Namespace, name: str, arguments: dict[str, Any], gpu: str | None
 ) -> Generator[Pair]:
     """Start another cache and two replicas at it."""
     options = RivalOptions(
-        name=asked.rival,
+        name=name,
         size_bytes=parse_size(asked.rival_size),
-        hybrid_block_tokens=block_tokens,
+        hybrid_block_tokens=asked.hybrid_block,
     )
     rival = make_rival(options, 2)
     with contextlib.ExitStack() as stack:
         if isinstance(rival, Lmcache):
             stack.enter_context(running_server(rival, gpu))
-        members = {name: rival.membership(name) for name in ("a", "b")}
+        members = {replica: rival.membership(replica) for replica in ("a", "b")}
         starts = {
-            name: Start(
+            replica: Start(
                 arguments | keywords(member.engine_args),
                 gpu,
                 dict(member.transfer),
                 environ=dict(member.environ),
                 sharpen=arguments.get("load_format") == "dummy",
             )
-            for name, member in members.items()
+            for replica, member in members.items()
         }
         for pattern in {each for member in members.values() for each in member.leftovers}:
             stack.callback(remove, pattern)
         a, b = stack.enter_context(running(starts))
         used = used_by(rival)
-        forgets = asked.rival == VLLM_FS
-        yield Pair(asked.rival, a, b, lambda: quiet(used), forgets_connector=forgets)
+        yield Pair(name, a, b, lambda: quiet(used), forgets_connector=name == VLLM_FS)
 
 
 @contextlib.contextmanager
@@ -280,27 +292,30 @@ def measure(
 
 
 def compare(results: Results, facts: Facts, rows: dict[str, dict[str, Any]], length: int) -> None:
-    """Add the row that holds both beside each other, and its bounds."""
+    """Add a row for each other cache beside Millpond, and the bounds."""
     own = rows["millpond"]
-    (other,) = [row for cache, row in rows.items() if cache != "millpond"]
     whole_blocks = length // facts.block_tokens * facts.block_tokens
     attention = whole_blocks * facts.attention_token_bytes
-    ratio = other["moved_median_s"] / own["moved_median_s"]
     memory = {cache: median(row["added_bytes"]) / attention for cache, row in rows.items()}
-    results.row(
-        what="compared",
-        prompt_tokens=length,
-        rival=other["cache"],
-        moved_median_s={cache: row["moved_median_s"] for cache, row in rows.items()},
-        rival_vs_millpond_ratio=round(ratio, 2),
-        cold_s={cache: median(row["cold_s"]) for cache, row in rows.items()},
-        attention_bytes=attention,
-        state_bytes=facts.state_bytes,
-        memory_vs_attention_ratio={cache: round(each, 3) for cache, each in memory.items()},
-    )
-    results.at_least(f"moved at {length}, {other['cache']} / millpond", ratio, 1.0)
-    name = f"pool memory / attention bytes at {length}"
-    results.at_most(name, memory["millpond"], MEMORY_RATIO_MAX)
+    needed = memory["millpond"] - median(own["added_spare_bytes"]) / attention
+    for cache in rows.keys() - {"millpond"}:
+        ratio = rows[cache]["moved_median_s"] / own["moved_median_s"]
+        both = {name: rows[name] for name in ("millpond", cache)}
+        results.row(
+            what="compared",
+            prompt_tokens=length,
+            rival=cache,
+            moved_median_s={name: row["moved_median_s"] for name, row in both.items()},
+            rival_vs_millpond_ratio=round(ratio, 2),
+            cold_s={name: median(row["cold_s"]) for name, row in both.items()},
+            attention_bytes=attention,
+            state_bytes=facts.state_bytes,
+            memory_vs_attention_ratio={name: round(memory[name], 3) for name in both},
+            needed_vs_attention_ratio=round(needed, 3),
+        )
+        results.at_least(f"moved at {length}, {cache} / millpond", ratio, 1.0)
+    name = f"pool memory that is not spare / attention bytes at {length}"
+    results.at_most(name, needed, MEMORY_RATIO_MAX)
     results.true(f"same tokens at {length}", holds=all(own["same_tokens"]))
 
 
@@ -310,37 +325,38 @@ def run(asked: argparse.Namespace, results: Results, clock: Clock) -> None:
     arguments = engine_arguments(asked, max(lengths))
     drawn = Prompts(asked.seed, asked.token_ids)
     prompts = {length: [drawn.draw(length) for _ in range(asked.prompts)] for length in lengths}
-    beside = len(visible_gpus(dict(os.environ))) > 1 and not asked.alone
+    has_two_gpus = len(visible_gpus(dict(os.environ))) > 1
+    beside = has_two_gpus and len(asked.rival) == 1 and not asked.alone
     gpus = gpus_for(2, same=not beside)
     results.say(interleaved=beside)
     rows: dict[int, dict[str, dict[str, Any]]] = {length: {} for length in lengths}
+    facts: list[Facts] = []
 
-    def measure_pairs(pairs: Sequence[Pair]) -> None:
-        for pair in pairs:
-            warm_up((pair.a, pair.b), drawn, max(lengths))
-        for length in lengths:
-            measure(pairs, prompts[length], asked.repeats, clock)
-            for pair in pairs:
-                row = pair.take_row(length)
-                rows[length][pair.cache] = row
-                results.row(**row)
-
-    block = asked.hybrid_block
-    with contextlib.ExitStack() as stack:
-        contexts = [millpond_pair(asked, arguments, gpus[0])]
-        if beside:
-            contexts.append(rival_pair(asked, arguments, gpus[1], block))
-        with ThreadPoolExecutor(len(contexts)) as threads:
+    def measure_pairs(*contexts: contextlib.AbstractContextManager[Pair]) -> None:
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(contexts)) as threads:
             pairs = list(threads.map(stack.enter_context, contexts))
-        facts = pairs[0].a.facts
-        results.facts(facts)
-        check_block(block, facts)
-        measure_pairs(pairs)
-    if not beside:
-        with rival_pair(asked, arguments, gpus[1], block) as other:
-            measure_pairs([other])
+            if not facts:
+                facts.append(pairs[0].a.facts)
+                results.facts(facts[0])
+                check_block(asked.hybrid_block, facts[0])
+            for pair in pairs:
+                warm_up((pair.a, pair.b), drawn, max(lengths))
+            for length in lengths:
+                measure(pairs, prompts[length], asked.repeats, clock)
+                for pair in pairs:
+                    row = pair.take_row(length)
+                    rows[length][pair.cache] = row
+                    results.row(**row)
+
+    ours = millpond_pair(asked, arguments, gpus[0])
+    others = [rival_pair(asked, name, arguments, gpus[1]) for name in asked.rival]
+    if beside:
+        measure_pairs(ours, *others)
+    else:
+        for context in (ours, *others):
+            measure_pairs(context)
     for length, by_cache in rows.items():
-        compare(results, facts, by_cache, length)
+        compare(results, facts[0], by_cache, length)
 
 
 def check_block(said: int | None, facts: Facts) -> None:
@@ -350,10 +366,18 @@ def check_block(said: int | None, facts: Facts) -> None:
         sys.exit(f"--hybrid-block is {said} and must be {needed} for this model")
 
 
+def rivals(text: str) -> list[str]:
+    """Parse the names of other caches."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in RIVALS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(RIVALS)}")
+    return names
+
+
 def main() -> None:
     """Measure and print."""
     made = parser(__doc__)
-    made.add_argument("--rival", choices=RIVALS, required=True)
+    made.add_argument("--rival", type=rivals, required=True, metavar=",".join(RIVALS))
     made.add_argument("--lengths", default="32768,131072")
     made.add_argument("--prompts", type=int, default=1, help="of each length")
     made.add_argument("--repeats", type=int, default=5, help="moved, of each prompt")
@@ -361,16 +385,18 @@ def main() -> None:
     made.add_argument("--hybrid-block", type=int, help="vLLM's block of a hybrid; 784 for a 27B")
     made.add_argument("--alone", action="store_true", help="one pair after the other")
     asked = made.parse_args()
-    check_rival(
-        RivalOptions(name=asked.rival, size_bytes=parse_size(asked.rival_size)),
-        "cuda" if visible_gpus(dict(os.environ)) else "cpu",
-    )
+    for name in asked.rival:
+        check_rival(
+            RivalOptions(name=name, size_bytes=parse_size(asked.rival_size)),
+            "cuda" if visible_gpus(dict(os.environ)) else "cpu",
+        )
     lengths = [int(length) for length in asked.lengths.split(",")]
     cold_s = sum(prefill_s(length) for length in lengths)
     # LMCache's small steps take nearly twice as long.
-    waiting_s = len(lengths) * asked.prompts * asked.repeats * 6
+    waiting_s = len(lengths) * asked.prompts * asked.repeats * 3
+    each_s = STARTS_S + 1.5 * cold_s * asked.prompts + waiting_s
     results = Results(asked)
-    run(asked, results, Clock(STARTS_S + 3 * cold_s * asked.prompts + waiting_s))
+    run(asked, results, Clock((1 + len(asked.rival)) * each_s))
     results.finish()
 
 

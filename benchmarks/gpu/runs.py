@@ -120,18 +120,16 @@ def running_pool(asked: argparse.Namespace) -> Generator[Path]:
 @contextlib.contextmanager
 def running(starts: dict[str, Start]) -> Generator[list[Replica]]:
     """Start engines, on one GPU one after the other: each measures the memory left to it."""
-    replicas: dict[str, Replica] = {}
+    replicas = {name: Replica(name, start) for name, start in starts.items()}
 
     def start_on(gpu: str | None) -> None:
         for name in [name for name, start in starts.items() if start.gpu == gpu]:
-            with starting:
-                if is_over.is_set():
-                    return
-                say(f"starting {name}" + ("" if gpu is None else f" on GPU {gpu}"))
-                replicas[name] = Replica(name, starts[name])
-            replicas[name].wait_started()
+            if is_over.is_set():
+                return
+            say(f"starting {name}" + ("" if gpu is None else f" on GPU {gpu}"))
+            replicas[name].start()
 
-    starting, is_over = threading.Lock(), threading.Event()
+    is_over = threading.Event()
     gpus = list(dict.fromkeys(start.gpu for start in starts.values()))
     threads = ThreadPoolExecutor(len(gpus))
     try:
@@ -140,8 +138,7 @@ def running(starts: dict[str, Start]) -> Generator[list[Replica]]:
         yield [replicas[name] for name in starts]
     finally:
         # Engines first: after Ctrl-C threads wait for those that still start, until they end.
-        with starting:
-            is_over.set()
+        is_over.set()
         for replica in replicas.values():
             replica.close()
         threads.shutdown()
