@@ -147,9 +147,12 @@ def _be_plain(asked: Connection, gpu: str | None) -> None:
     segment, epoch = asked.recv()
     with segment.open("r+b") as file:
         arena = Arena.attach(file.fileno(), expected_epoch=epoch)
+    began_s = time.perf_counter()
     device.adopt(arena)
-    while not device.is_ready(arena.size_bytes):
-        time.sleep(POLL_S)
+    for quarter in range(1, 5):
+        while not device.is_ready(arena.size_bytes * quarter // 4):
+            time.sleep(POLL_S)
+        say(f"{quarter} of 4 quarters registered after {time.perf_counter() - began_s:.1f} s")
     asked.send(arena.size_bytes)
     threading.Event().wait()
 

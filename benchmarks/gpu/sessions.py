@@ -285,9 +285,8 @@ def expected_s(asked: argparse.Namespace) -> float:
     return total_s
 
 
-def main() -> None:
-    """Measure and print."""
-    made = parser(__doc__)
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add this script's own."""
     made.add_argument("--sessions", default="32768x5,131072x5")
     made.add_argument("--group", type=int, help="sessions in step; default: what fits")
     made.add_argument("--turns", type=int, default=6)
@@ -295,15 +294,24 @@ def main() -> None:
     made.add_argument("--output", type=int, default=128)
     made.add_argument("--no-decode", action="store_true")
     made.add_argument("--same-gpu", action="store_true")
+
+
+def longest(asked: argparse.Namespace) -> int:
+    """Return the tokens of the longest context."""
+    return max(counts(asked.sessions)) + asked.turns * (asked.growth + asked.output)
+
+
+def main() -> None:
+    """Measure and print."""
+    made = parser(__doc__)
+    add_options(made)
     asked = made.parse_args()
-    lengths = counts(asked.sessions)
-    longest = max(lengths) + asked.turns * (asked.growth + asked.output)
     prompts = Prompts(asked.seed, asked.token_ids)
     results = Results(asked)
     clock = Clock(expected_s(asked))
-    with running_pair(asked, longest, prompts, results) as (a, b, pool):
+    with running_pair(asked, longest(asked), prompts, results) as (a, b, pool):
         talks = Talks(a, b, pool, prompts, results, clock, asked)
-        for length, number in lengths.items():
+        for length, number in counts(asked.sessions).items():
             run_length(talks, length, number)
     results.finish()
 

@@ -14,7 +14,6 @@ figure and no bound, for early loads are an experiment.
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from runs import (
     Pool,
     Prompts,
     Results,
+    counts,
     loaded_bytes,
     median,
     parser,
@@ -139,30 +139,44 @@ def bar(span: dict, y: float, scale: float) -> list[str]:
     return lines
 
 
-def options() -> argparse.Namespace:
-    """Return what was asked for."""
-    made = parser(__doc__)
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add this script's own."""
     made.add_argument("--lengths", default="32768,131072,261900")
     made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--same-gpu", action="store_true")
     made.add_argument("--svg", type=Path, help="draw the last length")
-    return made.parse_args()
+
+
+def longest(asked: argparse.Namespace) -> int:
+    """Return the tokens of the longest prompt."""
+    return max(counts(asked.lengths))
+
+
+def run(
+    asked: argparse.Namespace,
+    replicas: tuple[Replica, Replica],
+    pool: Pool,
+    prompts: Prompts,
+    results: Results,
+) -> None:
+    """Measure all lengths, and draw the last one."""
+    for length in counts(asked.lengths):
+        say(f"{length} tokens")
+        row = measure(replicas, pool, prompts.draw(length), asked.repeats)
+        results.row(what="timeline", **row)
+        results.true(f"same tokens at {length}", holds=row["same_tokens"])
+        if asked.svg is not None:
+            asked.svg.write_text(drawn(row), encoding="utf-8")
 
 
 def main() -> None:
     """Measure and print, or draw what was measured."""
-    asked = options()
-    os.environ["MILLPOND_CONNECTOR_EARLY_LOADS"] = "true"  # for the engines, which inherit it
-    lengths = [int(length) for length in asked.lengths.split(",")]
+    made = parser(__doc__)
+    add_options(made)
+    made.add_argument("--same-gpu", action="store_true")
+    asked = made.parse_args()
     prompts, results = Prompts(asked.seed, asked.token_ids), Results(asked)
-    with running_pair(asked, max(lengths), prompts, results) as (a, b, pool):
-        for length in lengths:
-            say(f"{length} tokens")
-            row = measure((a, b), pool, prompts.draw(length), asked.repeats)
-            results.row(**row)
-            results.true(f"same tokens at {length}", holds=row["same_tokens"])
-            if asked.svg is not None:
-                asked.svg.write_text(drawn(row), encoding="utf-8")
+    with running_pair(asked, longest(asked), prompts, results) as (a, b, pool):
+        run(asked, (a, b), pool, prompts, results)
     results.finish()
 
 

@@ -341,7 +341,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         copy_delay_s=0.0,
         pending_wait_s=60.0,
         check_ratio=0.0,
-        early_loads=False,
+        early_loads=True,
     )
     assert connector_config({}, {"XDG_RUNTIME_DIR": "/r"}) == ConnectorConfig(
         socket=Path("/r/millpond/pool.sock"),
@@ -351,7 +351,7 @@ def test_a_connector_takes_its_extra_config_above_all() -> None:
         copy_delay_s=0.0,
         pending_wait_s=60.0,
         check_ratio=0.0,
-        early_loads=False,
+        early_loads=True,
     )
 
 

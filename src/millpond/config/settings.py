@@ -113,7 +113,7 @@ _CONNECTOR_LOAD: Final = _Option("connector.load", values.boolean, default=True)
 _CONNECTOR_COPY_DELAY: Final = _Option("connector.copy_delay_s", values.seconds(0, 60), 0.0)
 _CONNECTOR_PENDING_WAIT: Final = _Option("connector.pending_wait_s", values.seconds(0, 600), 60.0)
 _CONNECTOR_CHECK_RATIO: Final = _Option("connector.check_ratio", values.ratio(0), 0.0)
-_CONNECTOR_EARLY_LOADS: Final = _Option("connector.early_loads", values.boolean, default=False)
+_CONNECTOR_EARLY_LOADS: Final = _Option("connector.early_loads", values.boolean, default=True)
 
 _ALL_OPTIONS: Final[tuple[_Option[object], ...]] = cast(
     "tuple[_Option[object], ...]",
