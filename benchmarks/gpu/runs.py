@@ -23,7 +23,6 @@ from millpond.bench.records import write_json
 from millpond.cli.envelope import envelope
 from millpond.config import PoolConfig
 from millpond.config.values import parse_size
-from millpond.launch.replica import LAUNCH_QUEUES
 from millpond.launch.resources import visible_gpus
 from millpond.launch.system import System, SystemOptions
 from millpond.service.client import AdminClient
@@ -149,13 +148,8 @@ def start_of(
     arguments: dict[str, Any], gpu: str | None, *, name: str = "", socket: Path | None = None
 ) -> Start:
     """Return how to start an engine: at the pool of ``socket``, or without any connector."""
-    return Start(
-        arguments,
-        gpu,
-        transfer=None if socket is None else millpond_transfer(name, socket),
-        environ={} if gpu is None else LAUNCH_QUEUES | dict(os.environ),
-        sharpen=arguments.get("load_format") == "dummy",
-    )
+    transfer = None if socket is None else millpond_transfer(name, socket)
+    return Start(arguments, gpu, transfer, sharpen=arguments.get("load_format") == "dummy")
 
 
 def warm_up(replicas: Iterable[Replica], prompts: Prompts, longest: int) -> None:

@@ -52,18 +52,7 @@ def test_only_cpus_run_eagerly() -> None:
 
 def test_gpus_are_shown_to_the_replica_that_got_them() -> None:
     environ = engine_environ(spec(cores=None, gpus=("2", "3")), {"A": "1"})
-    assert environ == {
-        "A": "1",
-        "CUDA_VISIBLE_DEVICES": "2,3",
-        "CUDA_SCALE_LAUNCH_QUEUES": "4x",
-    }
-
-
-def test_launch_queues_are_as_long_as_the_user_says() -> None:
-    asked = {"CUDA_SCALE_LAUNCH_QUEUES": "1x"}
-    environ = engine_environ(spec(cores=None, gpus=("0",)), asked)
-    assert environ == {**asked, "CUDA_VISIBLE_DEVICES": "0"}
-    assert "CUDA_SCALE_LAUNCH_QUEUES" not in engine_environ(spec(), {})
+    assert environ == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
 
 
 def test_threads_follow_the_cores_unless_the_user_says_otherwise() -> None:

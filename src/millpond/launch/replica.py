@@ -44,11 +44,6 @@ class Replica:
         return answer.is_success
 
 
-LAUNCH_QUEUES: Final = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
-"""Room for the launches of a whole forward pass behind a load that still goes on: by default the
-host waits from about a thousand on. CUDA reads it once, before its first call."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
     """What distinguishes one replica's command line from another's.
@@ -91,8 +86,6 @@ def engine_environ(spec: ReplicaSpec, environ: Mapping[str, str]) -> dict[str, s
     """Return the environment of a replica: ``environ``, and what it leaves open."""
     if spec.membership is not None:
         environ = {**environ, **spec.membership.environ}
-    elif spec.gpus is not None:
-        environ = {**LAUNCH_QUEUES, **environ}
     if spec.gpus is not None:
         return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)}
     defaults = {
