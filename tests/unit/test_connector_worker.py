@@ -15,7 +15,7 @@ from millpond.model.layout import LayerPages, PartLayout
 from millpond.model.names import Coverage
 from millpond.service.client import ReplicaIdentity
 from millpond.service.protocol import Link
-from millpond.transfer import Direction, Ends, Ticket
+from millpond.transfer import Direction, Ends, Pace, Ticket
 from millpond.transfer.link import LinkReport, LinkSpeed
 
 SESSION = 7
@@ -193,6 +193,10 @@ class Held(NotReady):
         self.steps: list[bool] = []
         """Whether each asked to be told early."""
         self.num_held_back = 0
+        self.paces: list[Pace | None] = []
+
+    def pace(self, pace: Pace | None) -> None:
+        self.paces.append(pace)
 
     def step(self, *, early: bool = False) -> None:
         self.steps.append(early)
@@ -281,6 +285,29 @@ def test_an_empty_step_between_report_and_forward_pass_waits_for_nothing() -> No
     assert engine.num_held_back == 0
     worker.begin_step(StepMetadata(computes=True))
     assert engine.num_held_back == 1
+
+
+def test_loads_keep_a_pace_beside_an_engine_that_computes() -> None:
+    worker = make_worker(FakeClient())
+    worker._begins_steps = True
+    engine = worker._copy_engine = Held()
+    for speed in (None, LinkSpeed(h2d_gb_s=50.0, d2h_gb_s=40.0)):
+        worker.tell_link(LinkReport(speed))
+        for computes in (True, False):
+            step = StepMetadata(computes=computes)
+            worker.begin_step(step)
+            worker.start_loads(step)
+    unknown, idle, beside, idle_again = engine.paces
+    assert (unknown, idle, idle_again) == (None, None, None)
+    assert beside is not None
+    assert beside.bytes_per_s == 50e9
+
+
+def test_an_engine_that_does_not_tell_of_its_steps_sets_no_pace() -> None:
+    worker = make_worker(FakeClient())
+    engine = worker._copy_engine = Held()
+    worker.start_loads(StepMetadata(computes=True))
+    assert engine.paces == []
 
 
 @pytest.mark.parametrize(

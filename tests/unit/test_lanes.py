@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from millpond.transfer import Copies, Direction, Ends, Ticket
+from millpond.transfer import Copies, Direction, Ends, Pace, Ticket
 from millpond.transfer.cpu import CpuDevice, PassedFence
 from millpond.transfer.device import Event, Fence
 from millpond.transfer.streams import Handover, StreamCopyEngine, Submission
@@ -110,6 +110,142 @@ def test_who_submits_hands_over_what_there_is_room_for_and_the_lane_the_rest() -
     assert [number for number, _ in stream.taken] == [PORTION, PORTION, PORTION, FEW]
     assert {thread for _, thread in stream.taken[1:]} == {"millpond-load-enqueue"}
     assert engine.close(WAIT_S)
+
+
+def test_a_store_leaves_the_copies_of_its_own_step_to_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens of the step, which the host waits for, would queue behind it."""
+    monkeypatch.setattr("millpond.transfer.streams._STEP_S", WAIT_S)
+    device = SlowDevice()
+    engine = StreamCopyEngine(device)
+    stream = device.streams[Direction.STORE]
+    done = submit(engine, Direction.STORE, FEW)
+    engine.step()  # of the step that submitted it
+    assert stream.taken == []
+    monkeypatch.setattr("millpond.transfer.streams._STEP_S", 0.0)
+    engine.step()
+    assert [number for number, _ in stream.taken] == [FEW]
+    assert done.wait(WAIT_S)
+    assert engine.close(WAIT_S)
+
+
+def test_a_store_is_handed_over_by_the_lane_where_no_step_follows() -> None:
+    device = SlowDevice()
+    engine = StreamCopyEngine(device)
+    assert submit(engine, Direction.STORE, FEW).wait(WAIT_S)
+    assert device.streams[Direction.STORE].taken == [(FEW, "millpond-store-enqueue")]
+    assert engine.close(WAIT_S)
+
+
+class Clock:
+    """What the lanes take for the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr("millpond.transfer.streams.time", self)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def monotonic_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+
+class CountingStream(SlowStream):
+    """Has room for all, and moves nothing."""
+
+    def portion(self, copies: Copies) -> int:
+        return len(copies.lengths)
+
+    def awaited(self, copies: Copies) -> Event | None:
+        del copies
+        return None
+
+    def copy(self, copies: Copies) -> object:
+        self.taken.append((copies.num_bytes, threading.current_thread().name))
+        return None
+
+
+class PacedLoads:
+    """Ten copies of 30 bytes on their way, at a link of 100 bytes a second."""
+
+    def __init__(self, pace: Pace | None) -> None:
+        device = SlowDevice()
+        self.stream = device.streams[Direction.LOAD] = CountingStream()
+        self.engine = StreamCopyEngine(device)
+        self.engine.pace(pace)
+        self.done = threading.Event()
+        nowhere = np.zeros(10, np.uint64)
+        self.engine.submit(
+            Direction.LOAD,
+            Copies(nowhere, nowhere, np.full(10, 30, np.uint64)),
+            after=PassedFence(),
+            keep_alive=None,
+            ends=Ends(lambda _: self.done.set()),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(number for number, _ in self.stream.taken)
+
+
+def test_of_a_load_so_much_is_on_the_stream_as_is_over_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    pace = Pace(bytes_per_s=100.0, busy_s=1.0, ends_s=3600.0)
+    loads = PacedLoads(pace)
+    assert loads.num_bytes == 120  # three, and one at least where there is any room
+    loads.engine.step()
+    clock.now_s += 0.5
+    loads.engine.step()
+    assert loads.num_bytes == 120  # the link is still busy with them when its time is over
+    clock.now_s += 0.5
+    loads.engine.pace(pace)
+    assert loads.num_bytes == 210  # two, for 0.2 of the second went to those before, and one
+    assert not loads.done.is_set()
+    loads.engine.pace(None)
+    loads.engine.step()
+    assert loads.num_bytes == 300
+    assert loads.done.wait(WAIT_S)
+    assert loads.engine.close(WAIT_S)
+
+
+def test_what_is_handed_over_late_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    loads = PacedLoads(Pace(bytes_per_s=100.0, busy_s=0.0, ends_s=3600.0))
+    assert loads.num_bytes == 0
+    loads.engine.pace(Pace(bytes_per_s=10.0, busy_s=1.0, ends_s=3600.0))
+    assert loads.num_bytes == 30  # by now the link is busy for three seconds
+    clock.now_s += 3.5
+    loads.engine.step()
+    assert loads.num_bytes == 30
+    loads.engine.pace(Pace(bytes_per_s=100.0, busy_s=1.0, ends_s=3600.0))
+    clock.now_s += 0.5
+    assert loads.num_bytes == 150
+    assert loads.engine.close(WAIT_S)
+
+
+def test_a_load_whose_engine_comes_by_no_more_is_handed_over_by_the_lane() -> None:
+    loads = PacedLoads(Pace(bytes_per_s=100.0, busy_s=0.0, ends_s=0.05))
+    assert loads.done.wait(WAIT_S)
+    assert {thread for _, thread in loads.stream.taken} == {"millpond-load-enqueue"}
+    assert loads.engine.close(WAIT_S)
+
+
+def test_an_engine_that_stops_computing_leaves_the_rest_to_the_lane_at_once() -> None:
+    loads = PacedLoads(Pace(bytes_per_s=100.0, busy_s=0.0, ends_s=3600.0))
+    loads.engine.pace(None)
+    assert loads.done.wait(WAIT_S)
+    assert loads.engine.close(WAIT_S)
+
+
+def test_a_lane_that_is_closed_keeps_no_pace() -> None:
+    loads = PacedLoads(Pace(bytes_per_s=100.0, busy_s=0.0, ends_s=3600.0))
+    assert loads.engine.close(WAIT_S)
+    assert loads.done.is_set()
+    assert loads.num_bytes == 300
 
 
 def test_who_submits_goes_on_while_it_comes_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +443,7 @@ def test_a_landing_that_raises_ends_neither_the_lane_nor_who_comes_by() -> None:
 def test_an_exit_that_comes_while_copies_are_handed_over_leaves_the_lane_working() -> None:
     device = SlowDevice()
     engine = StreamCopyEngine(device)
-    stream = device.streams[Direction.STORE]
+    stream = device.streams[Direction.LOAD]
     with pytest.MonkeyPatch.context() as patch:
 
         def leave(_: Copies) -> object:
@@ -315,8 +451,8 @@ def test_an_exit_that_comes_while_copies_are_handed_over_leaves_the_lane_working
 
         patch.setattr(stream, "copy", leave)
         with pytest.raises(SystemExit):
-            submit(engine, Direction.STORE, FEW)
-    assert submit(engine, Direction.STORE, FEW).wait(WAIT_S)
+            submit(engine, Direction.LOAD, FEW)
+    assert submit(engine, Direction.LOAD, FEW).wait(WAIT_S)
     assert engine.close(WAIT_S)
 
 

@@ -29,6 +29,7 @@ from millpond.connector import versions
 from millpond.connector.geometry import EngineLayout, describe_layout, layer_memory
 from millpond.connector.link import Link
 from millpond.connector.metadata import NOT_READY, Job, RankLayout, StepMetadata, StepResults
+from millpond.connector.pacing import Pacing
 from millpond.model.errors import DaemonGone, ExpectedError, UnsupportedEngine
 from millpond.model.limits import LINK_PROBLEM_LENGTH_MAX
 from millpond.service.client import ReplicaIdentity, WorkerClient
@@ -93,6 +94,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._num_stores: dict[str, int] = {}
         self._delayed: set[str] = set()
+        self._pacing = Pacing()
         self._computes = True
         """Whether the step that was begun last has tokens to compute."""
         self._begins_steps = False
@@ -130,12 +132,15 @@ class WorkerSide:
         Not an empty step: vLLM ends it with a mark on the stream, which the host waits for at
         the beginning of the next one, and that is the step that is to be launched meanwhile.
         """
+        self._pacing.begin_step(computes=metadata.computes)
         if metadata.uses_pages:
             self._copy_engine.hold_back()
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Begin this step's loads, ordered after all earlier uses of the blocks they fill."""
         self._computes = metadata.computes
+        if self._begins_steps:
+            self._copy_engine.pace(self._pacing.pace())
         with self._lock:
             self._delayed |= metadata.delayed
         if not metadata.loads:
@@ -302,6 +307,8 @@ class WorkerSide:
 
     def tell_link(self, report: LinkReport) -> None:
         """Pass on what the copy engine knows of its way to the arena (its threads)."""
+        if report.speed is not None:
+            self._pacing.tell_link(report.speed.h2d_gb_s * 1e9)
         with self._gate:
             self._link_report = report
             client = self._current

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest.mock import patch
 
-from millpond.gate import early
+from millpond.gate import early, portions
 from millpond.gate.device import GateDevice, Where
 from millpond.gate.geometry import GEOMETRIES, check_geometry
 from millpond.gate.ordering import FAILURES, Show, Test, check_edge, untested
@@ -29,7 +29,7 @@ from millpond.transfer import copies
 from millpond.transfer.copies import Copies, Direction, LayerMemory
 from millpond.transfer.device import Event, Fence
 from millpond.transfer.engine import Ends, Ticket
-from millpond.transfer.streams import InFlight, Lane, StreamCopyEngine, Submission
+from millpond.transfer.streams import Handover, InFlight, Lane, StreamCopyEngine, Submission
 
 DELAY_S_MIN: Final = 1.0
 """A mutant is caught as soon as it goes ahead, so this is spent on none that is caught."""
@@ -142,6 +142,12 @@ def _landed_unasked(device: GateDevice) -> AbstractContextManager[object]:
         return True
 
     return patch.object(Lane, "_has_landed", mutated)
+
+
+def _over_after_a_portion(device: GateDevice) -> AbstractContextManager[object]:
+    del device
+    is_over = property(lambda item: item.error is not None or item.num_copies > 0)
+    return patch.object(Handover, "is_over", is_over)
 
 
 def _told_early_unordered(device: GateDevice) -> AbstractContextManager[object]:
@@ -316,6 +322,7 @@ _STORE, _LOAD = Direction.STORE, Direction.LOAD
 _E1, _E3 = Test(Edge.E1, _STORE), Test(Edge.E3, _LOAD)
 _E2, _E4 = Test(Edge.E2, _STORE), Test(Edge.E4, _LOAD)
 _EARLY = Test(Edge.E4, _LOAD, early.NAME)
+_PORTIONS = Test(Edge.E4, _LOAD, portions.NAME)
 
 MUTANTS: Final = (
     Mutant(Edge.E1, "store-without-fence", _E1, _no_wait(_STORE)),
@@ -327,6 +334,7 @@ MUTANTS: Final = (
     Mutant(Edge.E4, "load-done-when-enqueued", _E4, _done_when_enqueued(_LOAD)),
     Mutant(Edge.E4, "load-end-on-another-stream", _E4, _end_on_another_stream(_LOAD)),
     Mutant(Edge.E4, "load-landed-without-asking", _E4, _landed_unasked),
+    Mutant(Edge.E4, "load-done-after-a-portion", _PORTIONS, _over_after_a_portion),
     Mutant(Edge.E4, "load-told-early-unordered", _EARLY, _told_early_unordered),
     Mutant(Edge.E4, "load-early-on-another-stream", _EARLY, _held_back_on_another_stream),
     Mutant(Edge.E4, "load-early-end-elsewhere", _EARLY, _early_end_on_another_stream),

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from millpond.gate import early
+from millpond.gate import early, portions
 from millpond.gate.device import GateDevice, Size
 from millpond.gate.errors import CannotTest
 from millpond.gate.lifetime import outlive, outlive_own
@@ -49,7 +49,7 @@ def plan_tests(path: Path) -> list[Test]:
     """Return the tests that apply to a path, in the order of the edges."""
     tests = [Test(edge, direction) for edge, (direction, _) in SCENARIOS.items()]
     if isinstance(path, OwnPath):
-        tests.append(Test(Edge.E4, Direction.LOAD, early.NAME))
+        tests += [Test(Edge.E4, Direction.LOAD, each.NAME) for each in (early, portions)]
         tests += [Test(Edge.E5, way.direction, name) for name, way in REUSES.items()]
     tests += [Test(Edge.E6, direction) for direction in Direction]
     return [test for test in tests if test.direction in path.directions]
@@ -134,6 +134,16 @@ def _attempt(subject: Subject, test: Test, control: Control) -> Attempt:
             return early.compute_behind_load(subject, path, control)
         if test.edge is Edge.E5:
             return reuse(subject, path, REUSES[test.scenario], control)
-        return SCENARIOS[test.edge][1](subject, control)
+        with _handed_over(subject, path, test, control):
+            return SCENARIOS[test.edge][1](subject, control)
     finally:
         path.watch.forget()
+
+
+def _handed_over(
+    subject: Subject, path: OwnPath, test: Test, control: Control
+) -> contextlib.AbstractContextManager[None]:
+    """Return how the path's copies get onto their stream."""
+    if test.scenario == portions.NAME and control is Control.NONE:
+        return portions.in_portions(path, subject.num_bytes)
+    return contextlib.nullcontext()

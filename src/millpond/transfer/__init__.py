@@ -3,7 +3,7 @@
 from millpond.transfer.copies import Copies, Direction, plan_copies
 from millpond.transfer.cpu import CpuCopyEngine
 from millpond.transfer.device import Fence
-from millpond.transfer.engine import CopyEngine, Ends, Ticket
+from millpond.transfer.engine import CopyEngine, Ends, Pace, Ticket
 
 __all__ = [
     "Copies",
@@ -12,6 +12,7 @@ __all__ = [
     "Direction",
     "Ends",
     "Fence",
+    "Pace",
     "Ticket",
     "plan_copies",
 ]

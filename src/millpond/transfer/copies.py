@@ -46,6 +46,11 @@ class Copies:
         """Return some of these."""
         return Copies(self.sources[some], self.targets[some], self.lengths[some])
 
+    def within(self, num_bytes: int) -> "Copies":
+        """Return the first of these that move no more than so much together, but one at least."""
+        num_within = int(np.searchsorted(self.lengths.cumsum(), num_bytes, side="right"))
+        return self.part(slice(0, max(1, num_within)))
+
     @staticmethod
     def concatenate(copies: Sequence["Copies"]) -> "Copies":
         """Return all of ``copies`` as one, in order."""

@@ -37,6 +37,19 @@ class Ends:
     on_landed: Callable[[], None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long loads may keep the link busy: ``busy_s`` from now on, until they are told again.
+
+    Where nobody does, nothing is limited from ``ends_s`` on. ``bytes_per_s`` is what the link
+    gives.
+    """
+
+    bytes_per_s: float
+    busy_s: float
+    ends_s: float
+
+
 class CopyEngine(Protocol):
     """Runs copies in order, one lane a direction, loads never behind stores.
 
@@ -92,6 +105,14 @@ class CopyEngine(Protocol):
 
         All that is enqueued there from now on waits, whatever it is; the caller does not.
         Raises ``CopyFailed`` where the device has failed.
+        """
+        ...
+
+    def pace(self, pace: Pace | None) -> None:
+        """Put on the stream what of the loads is over in time; None: all there is room for.
+
+        For the thread that submits, where small copies of its own would have to wait for what is
+        on the stream by then. With a pace it goes on with what is queued, at once.
         """
         ...
 
