@@ -4,7 +4,9 @@
                                         [--engine JSON] [--prompt 8192] [--json PATH]
 
 First what the machine needs for memory of that size without anything of ours at work: parallel
-touch of a shared segment, then its registration with CUDA in one call. Then two replicas are
+touch of a shared segment, then its registration with CUDA in one call. Beside it, for the record,
+what a registration takes where the pages are not mapped in the process yet, as in every replica,
+piece by piece; and how long it takes to map them first, and then to register. Then two replicas are
 started, which find no pool, and after them the pool, as a daemon that is started anew beside
 running engines: the time counts from there. New prompts are asked of a and then of b, until b
 has loaded one ("served"). "Ready" is when the kernel has given all memory and both replicas have
@@ -19,6 +21,7 @@ later than 10 s after the start, or where ready takes more than 1.2 times the to
 registration.
 """
 
+import ctypes
 import multiprocessing as mp
 import os
 import tempfile
@@ -52,7 +55,7 @@ from millpond.config import PoolConfig
 from millpond.config.values import parse_size
 from millpond.launch.resources import visible_gpus
 from millpond.launch.system import System, SystemOptions
-from millpond.model.limits import ARENA_HEADER_BYTES, SLOT_ALIGNMENT_BYTES
+from millpond.model.limits import ARENA_HEADER_BYTES, REGISTERED_BYTES, SLOT_ALIGNMENT_BYTES
 from millpond.pool.pool import default_extent_bytes
 from millpond.service.client import AdminClient
 
@@ -60,11 +63,13 @@ SERVED_S_MAX = 10.0
 READY_RATIO_MAX = 1.2
 READY_S_MAX = 300.0
 POLL_S = 0.05
+MADV_POPULATE_READ = 22
+"""Linux 5.14; not in Python's mmap module before 3.15."""
 REQUEST_EVERY_S = 1.0
 
 
-def measure_machine(size_bytes: int) -> tuple[float, float]:
-    """Touch a segment of this size and register it; return the seconds of either."""
+def measure_machine(size_bytes: int) -> dict[str, float]:
+    """Touch a segment of this size and register it; return the seconds of each way."""
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
     # In a process of its own, which ends after it: nobody else gets its memory before.
@@ -72,34 +77,59 @@ def measure_machine(size_bytes: int) -> tuple[float, float]:
     process.start()
     theirs.close()
     try:
-        touch_s, register_s = receive(pipe, READY_S_MAX, of="the touch and the registration")
+        seconds: dict[str, float] = receive(pipe, READY_S_MAX, of="the touch and registration")
     finally:
         end(process)
-    return round(touch_s, 2), round(register_s, 2)
+    return {name: round(value, 2) for name, value in seconds.items()}
 
 
 def _measure_here(measured: Connection, size_bytes: int) -> None:
     measured.send(_touched_and_registered(size_bytes))
 
 
-def _touched_and_registered(size_bytes: int) -> tuple[float, float]:
+def _touched_and_registered(size_bytes: int) -> dict[str, float]:
     extent_bytes = default_extent_bytes(size_bytes)
     arena, fd = Arena.create(size_bytes=size_bytes, extent_bytes=extent_bytes, epoch=1)
     began_s = time.perf_counter()
     touch(arena, fd, stop=threading.Event(), on_progress=lambda _: None)
-    touch_s = time.perf_counter() - began_s
+    seconds = {"touch_s": time.perf_counter() - began_s, "register_s": 0.0}
     if not visible_gpus(os.environ):
-        return touch_s, 0.0
+        return seconds
     import torch
 
+    torch.zeros(1, device="cuda")
+    seconds["register_s"] = _registered(arena, size_bytes)
+    for name, is_mapped in (("unmapped", False), ("mapped", True)):
+        other = Arena.attach(fd, expected_epoch=1)
+        began_s = time.perf_counter()
+        if is_mapped:
+            _map_pages(other)
+            seconds["map_s"] = time.perf_counter() - began_s
+        seconds[f"register_{name}_s"] = _registered(other, REGISTERED_BYTES)
+        other.close()
+    return seconds
+
+
+def _registered(arena: Arena, piece_bytes: int) -> float:
+    """Register a segment in pieces of so many bytes; return the seconds. Undone at the end."""
     from millpond.transfer import cudart
 
-    torch.zeros(1, device="cuda")
     began_s = time.perf_counter()
-    cudart.register_host(arena.address, size_bytes)
+    for start in range(0, arena.size_bytes, piece_bytes):
+        num_bytes = min(piece_bytes, arena.size_bytes - start)
+        cudart.register_host(arena.address + start, num_bytes)
     register_s = time.perf_counter() - began_s
-    cudart.unregister_host(arena.address)
-    return touch_s, register_s
+    for start in range(0, arena.size_bytes, piece_bytes):
+        cudart.unregister_host(arena.address + start)
+    return register_s
+
+
+def _map_pages(arena: Arena) -> None:
+    """Map what is there already: sixteen pages with each fault, where a driver's maps one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if libc.madvise(arena.address, arena.size_bytes, MADV_POPULATE_READ):
+        say(f"pages could not be mapped at once: {os.strerror(ctypes.get_errno())}")
 
 
 class PlainContext:
@@ -278,8 +308,9 @@ def main() -> None:
     clock = Clock(60 if asked.plain else 180)
     gpus = gpus_for(2, same=asked.same_gpu)
     clock.say("the machine")
-    touch_s, register_s = measure_machine(size_bytes)
-    results.row(what="machine", bytes=size_bytes, touch_s=touch_s, register_s=register_s)
+    machine = measure_machine(size_bytes)
+    machine_s = machine["touch_s"] + machine["register_s"]
+    results.row(what="machine", bytes=size_bytes, **machine)
     with ExitStack() as stack:
         socket = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millpond-")), "s")
         replicas: list[Replica] = []
@@ -309,10 +340,10 @@ def main() -> None:
             bytes=size_bytes,
             serving_s=serving_s,
             **times,
-            ready_ratio=round((times["ready_s"] or 0.0) / (touch_s + register_s), 3),
+            ready_ratio=round((times["ready_s"] or 0.0) / machine_s, 3),
             requests=[] if ask is None else ask.rows,
         )
-    ready_ratio = (times["ready_s"] or 0.0) / (touch_s + register_s)
+    ready_ratio = (times["ready_s"] or 0.0) / machine_s
     results.at_most("ready / (touch + registration)", ready_ratio, READY_RATIO_MAX)
     if times["served_s"] is not None:
         results.at_most("first request served, s", times["served_s"], SERVED_S_MAX)

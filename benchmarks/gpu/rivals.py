@@ -146,6 +146,7 @@ def millpond_pair(
         with running(starts) as (a, b):
             pool = Pool(socket)
             pool.wait_joined("a", "b")
+            pool.wait_registered(a, b)
 
             def used_bytes() -> int:
                 return int(pool.settle()["pool"]["bytes"]["committed"])

@@ -202,6 +202,15 @@ class Pool:
                 raise RuntimeError(f"{names} have not joined the pool")
             time.sleep(POLL_S)
 
+    def wait_registered(self, *replicas: Replica) -> None:
+        """Wait until replicas can copy from and to all of the pool: before, they miss at times."""
+        num_bytes = int(self._admin.status()["service"]["memory"]["size_bytes"])
+        deadline_s = time.monotonic() + SETTLE_S
+        while not all(replica.is_registered(num_bytes) for replica in replicas):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the pool is not registered everywhere after {SETTLE_S:g} s")
+            time.sleep(POLL_S)
+
     def link_gb_s(self, name: str) -> float | None:
         """Return what a replica's link gives into the GPU; without a GPU there is none."""
         for client in self._clients():
@@ -235,6 +244,7 @@ def running_pair(
         with running(starts) as (a, b):
             pool = Pool(socket)
             pool.wait_joined("a", "b")
+            pool.wait_registered(a, b)
             results.facts(a.facts)
             warm_up((a, b), prompts, longest)
             yield a, b, pool
@@ -337,6 +347,7 @@ def on_and_off(asked: argparse.Namespace, *, longest: int, expected_s: float) ->
         with running(starts) as (on, off):
             pool = Pool(socket)
             pool.wait_joined("on")
+            pool.wait_registered(on)
             results.facts(on.facts)
             warm_up((on, off), prompts, longest)
             yield Bench(on, off, pool, prompts, results, clock, asked)

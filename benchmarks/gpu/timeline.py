@@ -9,8 +9,8 @@ goes on, and waits for it on the GPU. `late`: it is launched when the load has l
 comes in between. Rows have the medians, the floor (local hit + loaded bytes over the link) and,
 of the request nearest to the median, every span: lookup, allocation, handing over, load, forward
 pass (launch and GPU), sampling. --svg draws the last length. A 27B hybrid on one H200 takes two
-minutes for 131072 alone, three for all. Ends with 1 where tokens differ; early against late is a
-figure and no bound, for early loads are an experiment.
+minutes for 131072 alone, three for all. Ends with 1 where tokens differ, where early takes longer
+than late, or more than 1.15 times the floor.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from runs import (
 )
 from tracing import COMPUTE, COPIES, HOST, Span
 
+FLOOR_RATIO_MAX = 1.15
 EARLY, LATE, LOCAL = "early", "late", "local"
 WIDTH, LEFT, BAR, GAP = 900, 90, 22, 14
 COLORS = {HOST: "#4477aa", COPIES: "#ccbb44", COMPUTE: "#228833"}
@@ -164,6 +165,8 @@ def run(
         row = measure(replicas, pool, prompts.draw(length), asked.repeats)
         results.row(what="timeline", **row)
         results.true(f"same tokens at {length}", holds=row["same_tokens"])
+        results.at_most(f"early / late at {length}", row["early_vs_late_ratio"], 1.0)
+        results.at_most(f"moved / floor at {length}", row["early_vs_floor_ratio"], FLOOR_RATIO_MAX)
         if asked.svg is not None:
             asked.svg.write_text(drawn(row), encoding="utf-8")
 
