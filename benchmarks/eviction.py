@@ -2,6 +2,7 @@
 
     python benchmarks/eviction.py TRACE.jsonl... [--tokens 1M,4M,10M,20M] [--json]
     python benchmarks/eviction.py TRACE.jsonl... --hybrid [--sizes 64GiB,256GiB] [--json]
+                                  [--ratios 0.5] [--step-tokens 16384] [--inner-pages 8]
 
 Replays each trace through the pool itself, on the trace's own time: no memory is taken and
 nothing is copied. A trace has a JSON object a line with ``timestamp`` (ms), ``input_length``
@@ -12,8 +13,9 @@ only prompts are stored.
 
 Prints tokens hit in percent of tokens asked for. A request is looked up, and then stored at
 once; it can hit what was stored before it, never its own last token. ``--hybrid`` replays a
-model with recurrent states (64 KiB of pages a token, 154 MB a state, one state for each step of
-16,384 tokens and one at the prompt's last boundary) for several ``state_ratio``.
+model with recurrent states (64 KiB of pages a token, 154 MB a state) for several ``state_ratio``.
+A state is stored at a prompt's last boundary, and of the ends of steps within it at the first, and
+at one more for each --inner-pages times a state's bytes of pages, as the connector does; 0: at all.
 """
 
 import argparse
@@ -37,7 +39,6 @@ BLOCK_TOKENS = 512
 KEY_BYTES = 16
 PAGES_BYTES = BLOCK_TOKENS * 64 * KIB
 STATE_BYTES = 154_000_000
-STEP_BLOCKS = 16_384 // BLOCK_TOKENS
 STATE_RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 PAGES = PartSpec("pages", Coverage.EVERY, PAGES_BYTES)
@@ -93,10 +94,21 @@ def key_of(hash_id: int) -> bytes:
     return hashlib.blake2b(hash_id.to_bytes(8), digest_size=KEY_BYTES).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of an engine, and how many blocks make room for one more state within a prompt."""
+
+    num_blocks: int
+    inner_blocks: float
+
+
 class Replay:
     """One pool of ``pool_bytes``, and one replica that looks up and stores in it."""
 
-    def __init__(self, pool_bytes: int, retention: Retention, parts: tuple[PartSpec, ...]) -> None:
+    def __init__(
+        self, pool_bytes: int, retention: Retention, parts: tuple[PartSpec, ...], steps: Steps
+    ) -> None:
+        self.steps = steps
         slot_bytes = max(aligned_slot_bytes(part.slot_bytes) for part in parts)
         self.pool = Pool(
             epoch=1,
@@ -136,9 +148,13 @@ class Replay:
             self._write(request, num_blocks, (), request_id)
             return
         last = (request.num_tokens - 1) // BLOCK_TOKENS  # where a repeated prompt can resume
-        ends = {*range(num_done + STEP_BLOCKS, num_blocks, STEP_BLOCKS), last, num_blocks}
+        step = self.steps.num_blocks
+        ends = {*range(num_done + step, num_blocks, step), last, num_blocks}
+        num_inner = 0
         for end in sorted(end for end in ends if num_done < end <= num_blocks):
-            self._write(request, end, (end - 1,), request_id)
+            is_kept = end >= last or num_inner * self.steps.inner_blocks <= end - num_done
+            num_inner += is_kept and end < last
+            self._write(request, end, (end - 1,) if is_kept else (), request_id)
 
     def _write(
         self, request: Request, num_blocks: int, states: Sequence[int], request_id: str
@@ -179,11 +195,18 @@ def namespace(parts: tuple[PartSpec, ...]) -> Namespace:
 
 
 def replay(
-    trace: str, requests: list[Request], pool_bytes: int, retention: Retention, *, hybrid: bool
+    trace: str,
+    requests: list[Request],
+    pool_bytes: int,
+    retention: Retention,
+    steps: Steps | None,
 ) -> Result:
-    """Replay one trace through one pool."""
+    """Replay one trace through one pool; ``steps`` are those of a hybrid model."""
     began = time.monotonic()
-    run = Replay(pool_bytes, retention, (PAGES, STATE) if hybrid else (PAGES,))
+    hybrid = steps is not None
+    run = Replay(
+        pool_bytes, retention, (PAGES, STATE) if hybrid else (PAGES,), steps or Steps(1, 0)
+    )
     hit_ratio = run.run(requests)
     run.pool.check_invariants()
     statistics = run.pool.statistics()
@@ -203,19 +226,22 @@ def replay(
     )
 
 
-def compare(path: Path, sizes: Sequence[int], *, hybrid: bool) -> Iterable[Result]:
+def compare(
+    path: Path, sizes: Sequence[int], ratios: Sequence[float], steps: Steps | None
+) -> Iterable[Result]:
     """Replay one trace with every size, eviction and admission, or every share of states."""
     requests = read_trace(path)
-    if hybrid:
-        retentions = [Retention(state_ratio=ratio) for ratio in STATE_RATIOS]
-        retentions.append(Retention(Eviction.ARC))
+    if steps is not None:
+        retentions = [Retention(state_ratio=ratio) for ratio in ratios]
+        if len(ratios) > 1:
+            retentions.append(Retention(Eviction.ARC))
     else:
         retentions = [
             Retention(eviction=eviction, admission=admission)
             for admission, eviction in itertools.product(Admission, Eviction)
         ]
     for size, retention in itertools.product(sizes, retentions):
-        yield replay(path.stem, requests, size, retention, hybrid=hybrid)
+        yield replay(path.stem, requests, size, retention, steps)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -254,15 +280,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", default="1M,4M,10M,20M", help="sizes of pools, in tokens")
     parser.add_argument("--sizes", default="64GiB,256GiB,1TiB", help="sizes of hybrid pools")
     parser.add_argument("--hybrid", action="store_true")
+    parser.add_argument("--ratios", default=",".join(map(str, STATE_RATIOS)), help="of states")
+    parser.add_argument("--step-tokens", type=int, default=16_384, help="of an engine's step")
+    parser.add_argument("--inner-pages", type=float, default=8, help="0: the state of each step")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.hybrid:
         sizes = [parse_size(size) for size in options.sizes.split(",")]
     else:
         sizes = [tokens(size) for size in options.tokens.split(",")]
+    ratios = [float(ratio) for ratio in options.ratios.split(",")]
+    inner_blocks = options.inner_pages * STATE_BYTES / PAGES_BYTES
+    steps = Steps(max(1, options.step_tokens // BLOCK_TOKENS), inner_blocks)
     results: list[Result] = []
     for path in options.traces:
-        for result in compare(path, sizes, hybrid=options.hybrid):
+        for result in compare(path, sizes, ratios, steps if options.hybrid else None):
             results.append(result)
             print(f"{result.trace} {_row(result)[1]}: {_column(result)}", file=sys.stderr)
     if options.json:

@@ -89,6 +89,10 @@ class Engine:
         assert len(jobs) <= 1
         return {part.part: part for job in jobs for part in job.parts}
 
+    def end_on_a_boundary(self) -> bool:
+        """Make a step of one block that leaves a state; say whether it is stored."""
+        return bool(states(self.step(BLOCK, ([1], [1], [1]))))
+
 
 class BlockPool:
     """Counts how often each engine block is held."""
@@ -117,10 +121,15 @@ def side(pool: Pool, block_pool: BlockPool) -> SchedulerSide:
 
 
 def scheduler_side(
-    pool: Pool, block_pool: BlockPool, coverages: tuple[Coverage, ...]
+    pool: Pool,
+    block_pool: BlockPool,
+    coverages: tuple[Coverage, ...],
+    *,
+    page_bytes: int = 512,
 ) -> SchedulerSide:
+    """Return a scheduler's side; its states have 64 bytes, an eighth of a page."""
     parts = (
-        PartLayout("attention", (LayerPages("a", 0, 64),), {0: 1}),
+        PartLayout("attention", (LayerPages("a", 0, page_bytes),), {0: 1}),
         PartLayout("state", (LayerPages("s", 1, 32), LayerPages("t", 2, 32)), {1: 1, 2: 1}),
     )[: len(coverages)]
     windows = (None,) * len(coverages)
@@ -170,6 +179,46 @@ def test_of_a_step_over_several_boundaries_the_states_that_are_there_are_stored(
     engine = Engine(side)
     stored = engine.step(4 * BLOCK, ([1, 2, 3, 4], [0, 22, 0, 24], [0, 32, 0, 34]))
     assert states(stored) == {1: (22, 32), 3: (24, 34)}
+
+
+def test_within_a_prompt_states_are_stored_as_their_pages_allow(
+    pool: Pool, block_pool: BlockPool
+) -> None:
+    """The first, and one for each eight times a state's bytes of pages: here, of four blocks."""
+    side = scheduler_side(pool, block_pool, (Coverage.EVERY, Coverage.LAST), page_bytes=128)
+    engine = Engine(side, 14 * BLOCK + 30)
+    kept = [engine.end_on_a_boundary() for _ in range(14)]
+    assert [block for block in range(14) if kept[block]] == [0, 3, 7, 11, 13]
+
+
+def test_what_was_there_before_allows_no_state(pool: Pool, block_pool: BlockPool) -> None:
+    side = scheduler_side(pool, block_pool, (Coverage.EVERY, Coverage.LAST), page_bytes=128)
+    engine = Engine(side, 14 * BLOCK + 30)
+    engine.num_computed = 5 * BLOCK
+    first = engine.step(BLOCK, ([1] * 6, [0] * 5 + [1], [0] * 5 + [1]))
+    assert list(states(first)) == [5]
+    kept = [engine.end_on_a_boundary() for _ in range(6, 14)]
+    assert [6 + i for i in range(8) if kept[i]] == [8, 12, 13]
+
+
+def test_a_state_that_the_engine_lacks_takes_no_room_from_the_next(
+    pool: Pool, block_pool: BlockPool
+) -> None:
+    side = scheduler_side(pool, block_pool, (Coverage.EVERY, Coverage.LAST), page_bytes=128)
+    engine = Engine(side, 14 * BLOCK + 30)
+    engine.step(BLOCK, ([1], [0], [0]))
+    assert engine.end_on_a_boundary()
+
+
+def test_decoding_stores_every_state_that_the_next_turn_may_resume_from(
+    pool: Pool, block_pool: BlockPool
+) -> None:
+    side = scheduler_side(pool, block_pool, (Coverage.EVERY, Coverage.LAST), page_bytes=1)
+    engine = Engine(side, BLOCK + 30)
+    assert engine.end_on_a_boundary()
+    for _ in range(3):
+        engine.request.num_tokens += BLOCK
+        assert engine.end_on_a_boundary()
 
 
 def test_a_state_that_one_group_lacks_is_none(side: SchedulerSide) -> None:

@@ -198,6 +198,8 @@ class Held(NotReady):
     def pace(self, pace: Pace | None) -> None:
         self.paces.append(pace)
 
+    def begin_step(self) -> None: ...
+
     def step(self, *, early: bool = False) -> None:
         self.steps.append(early)
 

@@ -57,6 +57,15 @@ class EngineLayout:
             for part, coverage, window in zip(self.parts, self.coverages, self.windows, strict=True)
         )
 
+    @property
+    def state_blocks(self) -> float:
+        """Of how many blocks the pages are as large as one state; 0 without states or pages."""
+        sizes = dict.fromkeys(Coverage, 0)
+        for part, coverage in zip(self.parts, self.coverages, strict=True):
+            sizes[coverage] += part.rank_bytes
+        pages = sizes[Coverage.EVERY]
+        return sizes[Coverage.LAST] / pages if pages else 0.0
+
     def table(self, part: int, group: int, block: int, ids: Sequence[int]) -> list[int]:
         """Return the engine blocks of ``group`` that make Millpond's ``block``; 0 for none."""
         first, last = self.block_span(part, group, block)

@@ -1,4 +1,4 @@
-"""How long loads may keep the link busy beside an engine that computes.
+"""Until when loads may keep the link busy beside an engine that computes.
 
     begin ── inputs ── loads ───────── forward pass ───────── begin ── inputs ── ...
                        └─ the link is theirs until here ────┘
@@ -8,6 +8,7 @@ a load of 128k tokens would hold up the next step of everybody else for 0.16 s. 
 enqueued behind the inputs of one step is to be over before those of the next.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,19 +16,21 @@ from typing import Final
 
 from millpond.transfer import Pace
 
-_SHARE: Final = 0.9
-"""Of the time that is expected to be left: steps vary by some per cent."""
+_SHARE: Final = 0.8
+"""Of the time that is expected to be left: steps vary, and their inputs with them."""
 _STEP_S: Final = 0.01
 """Of an engine whose steps have not been seen yet."""
 _NUM_STEPS: Final = 4
-_SHARE_MIN: Final = 0.1
-"""Of a step, for a load to end at all."""
-_LATE: Final = 3.0
-"""An engine that has not come by for so many steps is not held up by anything."""
+_LATE_STEPS: Final = 3
+_LATE_S: Final = 0.25
+"""An engine that has not come by for so long, or so many of its steps, is not held up."""
 
 
 class Pacing:
-    """Watches the steps of an engine. For the engine's thread, but for ``tell_link``."""
+    """Watches the steps of an engine. For the engine's thread, but for ``tell_link``.
+
+    ``clock`` is that of the copy engine.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,8 +40,9 @@ class Pacing:
         self._bytes_per_s: float | None = None
 
     def tell_link(self, bytes_per_s: float) -> None:
-        """Note what the link gives towards the GPU."""
-        self._bytes_per_s = bytes_per_s
+        """Note what the link gives towards the GPU; what is no speed is ignored."""
+        if 0 < bytes_per_s < math.inf:
+            self._bytes_per_s = bytes_per_s
 
     def begin_step(self, *, computes: bool) -> None:
         """Note that a step begins, before its inputs are copied."""
@@ -48,14 +52,19 @@ class Pacing:
         self._began_s = now_s if computes else None
 
     def pace(self) -> Pace | None:
-        """Return for how long loads may be under way, now that the step's inputs are copied.
+        """Return until when loads may be under way, now that the step's inputs are copied.
 
-        None while the engine computes nothing, or the link is not known: then there is no limit.
-        The shortest of the last steps counts, for those between requests are longer.
+        None, for no limit: while the engine computes nothing; where the link is not known; where
+        most of the step is over already, for then there is no time between two inputs to be had
+        (vLLM 0.32's first runner comes here once it has launched the forward pass). The shortest
+        of the last steps counts, for those between requests are longer.
         """
         if self._began_s is None or self._bytes_per_s is None:
             return None
+        now_s = self._clock()
         step_s = min(self._steps_s, default=_STEP_S)
-        left_s = step_s - (self._clock() - self._began_s)
-        busy_s = max(_SHARE * left_s, _SHARE_MIN * step_s)
-        return Pace(self._bytes_per_s, busy_s, _LATE * step_s)
+        left_s = step_s - (now_s - self._began_s)
+        if left_s < step_s / 2:
+            return None
+        late_s = max(_LATE_S, _LATE_STEPS * max(self._steps_s, default=_STEP_S))
+        return Pace(self._bytes_per_s, now_s + _SHARE * left_s, now_s + late_s)

@@ -28,6 +28,8 @@ class RequestState:
     ``tables[g]`` is group g's block table as scheduled so far (0: the null block).
     ``num_offered`` blocks have been offered to the pool, ``num_reached`` have been computed
     when some step was planned: states and windows of blocks before that may be recycled.
+    ``start_blocks`` were there when the first step was planned, and ``num_inner_states`` of
+    steps that ended within the prompt have been offered since.
     ``store_jobs`` are in flight. ``outcome`` is that of the last lookup; the times, of
     ``time.monotonic``, belong to waiting for a prefix that another replica is computing.
     """
@@ -40,6 +42,8 @@ class RequestState:
     tables: list[list[int]] = field(default_factory=list[list[int]])
     num_offered: int = 0
     num_reached: int = 0
+    start_blocks: int | None = None
+    num_inner_states: int = 0
     pinned: Pinned | None = None
     outcome: Outcome = Outcome.MISS
     waits_since_s: float | None = None

@@ -44,6 +44,9 @@ _PENDING_POLL_S: Final = 0.02
 """Between two lookups of a request that waits for another replica."""
 _PENDING_GAP_S: Final = 0.5
 """A writer of whom nothing has been seen for so long is not waited for."""
+_INNER_PAGES: Final = 8
+"""Pages of a prompt, in multiples of a state's bytes, for each state within it: a twelfth to an
+eighth more memory, and on traces as many hits as with the state of each step or more."""
 _NOT_READY_S: Final = 5.0
 """For so long nothing is loaded from slots at or behind one that was not ready for copies."""
 
@@ -97,6 +100,7 @@ class SchedulerSide:
         self._unready_until_s = 0.0
         self._next_job_id = 0
         self._adapters = Adapters()
+        self._inner_blocks = _INNER_PAGES * layout.state_blocks
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Take the engine's block pool, through which blocks are held while they are copied."""
@@ -283,6 +287,8 @@ class SchedulerSide:
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is not None and request_id in computed:
+                if state.start_blocks is None:
+                    state.start_blocks = computed[request_id] // self._layout.block_tokens
                 job = self._plan_store(state, computed[request_id] + num_tokens)
                 if job is not None:
                     metadata.stores.append(job)
@@ -314,8 +320,9 @@ class SchedulerSide:
             return None
         if num_blocks <= state.num_offered:
             return None
-        offered = tuple(
-            self._offered_blocks(state, part, reached) for part in range(len(layout.parts))
+        offered = self._thinned(
+            state,
+            [self._offered_blocks(state, part, reached) for part in range(len(layout.parts))],
         )
         keys = state.prefix(num_blocks)
         lease = self._ask(
@@ -353,6 +360,33 @@ class SchedulerSide:
                 for group in self._layout.parts[part].blocks
             )
         ]
+
+    def _thinned(self, state: RequestState, offered: list[list[int]]) -> tuple[list[int], ...]:
+        """Leave out states within a prompt that would be too many for their pages.
+
+        The first is kept, and another for each so many blocks that were computed: a state is as
+        large as the pages of thousands of tokens, and resumes one request in many. The end of the
+        prompt, and what decoding reaches, is where the next turn resumes.
+        """
+        states = [coverage is Coverage.LAST for coverage in self._layout.coverages]
+        ends = {
+            block
+            for blocks, is_state in zip(offered, states, strict=True)
+            for block in blocks
+            if is_state
+        }
+        last_blocks = (state.request.num_tokens - 1) // self._layout.block_tokens
+        kept: set[int] = set()
+        for block in sorted(ends):
+            is_inner = block + 1 < last_blocks
+            num_computed = block + 1 - (state.start_blocks or 0)
+            if not is_inner or state.num_inner_states * self._inner_blocks <= num_computed:
+                kept.add(block)
+                state.num_inner_states += is_inner
+        return tuple(
+            [block for block in blocks if block in kept] if is_state else blocks
+            for blocks, is_state in zip(offered, states, strict=True)
+        )
 
     def _store_job(
         self, state: RequestState, session: int, lease_id: int, lease: WriteLease

@@ -115,7 +115,7 @@ class WorkerSide:
             return RankLayout("", "", refusal=str(error))
         self._begins_steps = versions.tells_of_each_step(vllm_config)
         if self._early_loads and not versions.may_load_early(vllm_config):
-            logger.warning("event=setting_changed name=connector.early_loads to=false")
+            logger.info("event=setting_changed name=connector.early_loads to=false")
             self._early_loads = False
         self._link.start()
         layers = [layer.layer for part in self._layout.parts for layer in part.layers]
@@ -135,6 +135,7 @@ class WorkerSide:
         self._pacing.begin_step(computes=metadata.computes)
         if metadata.uses_pages:
             self._copy_engine.hold_back()
+        self._copy_engine.begin_step()
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Begin this step's loads, ordered after all earlier uses of the blocks they fill."""

@@ -34,6 +34,13 @@ FAILURES = (
 """What somebody's path may raise: no verdict then, and the other paths go on."""
 
 
+_OF_LANES = {
+    early.NAME: early.compute_behind_load,
+    portions.NAME: portions.compute_behind_portions,
+}
+"""What our own lanes do besides, by the name of the scenario."""
+
+
 @dataclass(frozen=True, slots=True)
 class Test:
     """One edge in one direction; ``scenario`` names one of several for the same edge."""
@@ -49,7 +56,7 @@ def plan_tests(path: Path) -> list[Test]:
     """Return the tests that apply to a path, in the order of the edges."""
     tests = [Test(edge, direction) for edge, (direction, _) in SCENARIOS.items()]
     if isinstance(path, OwnPath):
-        tests += [Test(Edge.E4, Direction.LOAD, each.NAME) for each in (early, portions)]
+        tests += [Test(Edge.E4, Direction.LOAD, name) for name in _OF_LANES]
         tests += [Test(Edge.E5, way.direction, name) for name, way in REUSES.items()]
     tests += [Test(Edge.E6, direction) for direction in Direction]
     return [test for test in tests if test.direction in path.directions]
@@ -130,20 +137,10 @@ def _attempt(subject: Subject, test: Test, control: Control) -> Attempt:
     # copies must find their tables, or a positive control would be wrong, too.
     path.watch.is_kept = True
     try:
-        if test.scenario == early.NAME:
-            return early.compute_behind_load(subject, path, control)
         if test.edge is Edge.E5:
             return reuse(subject, path, REUSES[test.scenario], control)
-        with _handed_over(subject, path, test, control):
-            return SCENARIOS[test.edge][1](subject, control)
+        if test.scenario:
+            return _OF_LANES[test.scenario](subject, path, control)
+        return SCENARIOS[test.edge][1](subject, control)
     finally:
         path.watch.forget()
-
-
-def _handed_over(
-    subject: Subject, path: OwnPath, test: Test, control: Control
-) -> contextlib.AbstractContextManager[None]:
-    """Return how the path's copies get onto their stream."""
-    if test.scenario == portions.NAME and control is Control.NONE:
-        return portions.in_portions(path, subject.num_bytes)
-    return contextlib.nullcontext()

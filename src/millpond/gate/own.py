@@ -167,7 +167,6 @@ class OwnPath:
         os.close(fd)
         self.watch = WatchedDevice(self._make_device())
         self.engine = StreamCopyEngine(self.watch)
-        self.come_by: Callable[[], None] = self.engine.step
         self.engine.adopt(self.arena)
         deadline_s = time.monotonic() + READY_S_MAX
         while not self.engine.is_ready(size):
@@ -191,7 +190,7 @@ class OwnPath:
         on_done: Callable[[Ticket], None] | None = None,
     ) -> OwnCompletion:
         """Submit the copies; ``on_done`` is called before the completion is done."""
-        completion = OwnCompletion(self.come_by)
+        completion = OwnCompletion(self.engine.step)
 
         def end(ticket: Ticket) -> None:
             if on_done is not None:

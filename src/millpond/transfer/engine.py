@@ -39,14 +39,14 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long loads may keep the link busy: ``busy_s`` from now on, until they are told again.
+    """Until when loads may keep the link busy, by ``time.monotonic``.
 
-    Where nobody does, nothing is limited from ``ends_s`` on. ``bytes_per_s`` is what the link
-    gives.
+    From ``ends_s`` on nothing is limited, where no other pace has been told. ``bytes_per_s``,
+    which is positive, is what the link gives.
     """
 
     bytes_per_s: float
-    busy_s: float
+    busy_until_s: float
     ends_s: float
 
 
@@ -108,11 +108,18 @@ class CopyEngine(Protocol):
         """
         ...
 
+    def begin_step(self) -> None:
+        """Go on with stores, by a portion: the tokens of the step before are on their way.
+
+        For an engine that tells of its steps; elsewhere it is done without.
+        """
+        ...
+
     def pace(self, pace: Pace | None) -> None:
         """Put on the stream what of the loads is over in time; None: all there is room for.
 
         For the thread that submits, where small copies of its own would have to wait for what is
-        on the stream by then. With a pace it goes on with what is queued, at once.
+        on the stream by then. With a pace it goes on with what is queued, by a portion.
         """
         ...
 

@@ -7,6 +7,7 @@
                                    whose end the device has come past, or, early, of one all
                                    of whose copies are on the stream
                        hold_back() the engine's current stream waits for what was told early
+                       begin_step() goes on with stores
                        pace()      loads take the link for so long and no longer
     enqueuing thread   goes on where the engine's thread does not come by, or has to wait
     ending thread      waits for the end on the device, then ``on_done``
@@ -14,7 +15,8 @@
 Small copies of the engine's own, such as the inputs of a step and the tokens that it gives, queue
 behind all copies of the same direction that are on any stream (H200: 42 ms behind 3 GB). So
 beside an engine that computes, loads come in portions that end before the next step's inputs,
-and stores once the step that submits them has had the time to ask for its tokens.
+one at a time and none before its fence is passed; and stores with the next step, or some
+milliseconds later, when the copy of the tokens of their own has been queued.
 
 Each direction is a lane: loads never queue behind stores. Handing many thousands of copies to
 a driver takes milliseconds, which are not the engine's to give at once. Nor can other threads
@@ -48,7 +50,7 @@ _AT_ONCE_COPIES_MAX: Final = 2048
 """Copies that each ``submit`` hands over itself: half a millisecond a thousand (H200)."""
 _STEP_S: Final = 0.002
 """Who comes by more often is left to hand over the rest. And by so much a store is later than its
-step: from the end of a forward pass to the copy of its tokens the host takes 0.3 ms (H200)."""
+step: from there to the copy of its tokens the host takes 0.3 ms (H200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Lane:
     """One direction: its stream, and its two threads."""
 
     def __init__(self, direction: Direction, device: Device) -> None:
+        self._direction = direction
         self._device = device
         self._stream = device.stream(direction)
         self._changed = threading.Condition()
@@ -114,10 +117,11 @@ class Lane:
         """Whether some thread puts a submission on the stream: one at a time."""
         self._stepped_s = 0.0
         self._pace: Pace | None = None
-        self._paced_s = 0.0
-        """When the pace was told last."""
         self._busy_until_s = 0.0
         """When what is on the stream will be over, at that pace."""
+        self._last_portion: Event | None = None
+        self._earlier_portion: Event | None = None
+        """The last that was put on the stream before the pace was told."""
         self._closed = False
         self._threads = [
             threading.Thread(target=run, name=f"millpond-{direction.value}-{name}", daemon=True)
@@ -145,7 +149,7 @@ class Lane:
 
     def step(self, *, early: bool = False) -> None:
         """As ``CopyEngine.step``."""
-        if self._is_due():
+        if self._waiting and self._direction is Direction.LOAD:
             self._stepped_s = time.monotonic()
             self._hand_over(1)
         for item in tuple(self._not_landed):
@@ -165,16 +169,16 @@ class Lane:
 
     def pace(self, pace: Pace | None) -> None:
         """As ``CopyEngine.pace``."""
-        was_paced = self._pace is not None
-        self._pace, self._paced_s = pace, time.monotonic()
-        if not self._waiting:
-            return
-        if pace is not None:
-            self._stepped_s = self._paced_s
-            self._hand_over(_AT_ONCE_COPIES_MAX)
-        if pace is not None or was_paced:
-            with self._changed:  # who waits for another pace
-                self._changed.notify_all()
+        self._pace, self._earlier_portion = pace, self._last_portion
+        if pace is not None and self._waiting:
+            self._stepped_s = time.monotonic()
+            self._hand_over(1)
+
+    def begin_step(self) -> None:
+        """As ``CopyEngine.begin_step``."""
+        if self._waiting:
+            self._stepped_s = time.monotonic()
+            self._hand_over(1)
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Wait until nothing is queued or in flight; False when the time ran out."""
@@ -203,9 +207,8 @@ class Lane:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closed)
                 if not self._waiting:
                     return
-                others_s = self._others_s()
-                if self._is_enqueuing or others_s > 0:
-                    self._changed.wait(max(others_s, _STEP_S))
+                if self._is_enqueuing or not self._is_left_alone():
+                    self._changed.wait(_STEP_S)
                     continue
             stopped = self._hand_over(1)
             if stopped is not None:
@@ -214,28 +217,22 @@ class Lane:
                 del item, awaited
             del stopped  # or its memory would be held until the next
 
-    def _is_due(self) -> bool:
-        """Say whether something waits that is not a store of the step that is just being made."""
-        with self._changed:
-            oldest = self._waiting[0].submission if self._waiting else None
-        if oldest is None or oldest.direction is Direction.LOAD:
-            return oldest is not None
-        return time.monotonic_ns() - oldest.submitted_ns >= _STEP_S * 1e9
-
-    def _others_s(self) -> float:
-        """Return for how long it is left to others to go on."""
-        until_s, pace = self._stepped_s + _STEP_S, self._pace
-        if pace is not None and self._room() == 0:
-            until_s = max(until_s, self._paced_s + pace.ends_s)
-        return until_s - time.monotonic()
+    def _is_left_alone(self) -> bool:
+        """Say whether it is for the lane's thread to go on."""
+        return time.monotonic() - self._stepped_s >= _STEP_S and self._room() != 0
 
     def _room(self) -> int | None:
         """Return how many bytes may be put on the stream now; None where there is no limit."""
         pace, now_s = self._pace, time.monotonic()
-        if pace is None or self._closed or now_s >= self._paced_s + pace.ends_s:
+        if pace is None or self._closed or now_s >= pace.ends_s:
             return None
-        left_s = self._paced_s + pace.busy_s - max(now_s, self._busy_until_s)
-        return max(0, int(pace.bytes_per_s * left_s))
+        with self._changed:
+            oldest = self._waiting[0].submission if self._waiting else None
+        # Behind a fence, or behind an earlier portion, nobody knows when it would be over.
+        for point in (oldest and oldest.after, self._earlier_portion):
+            if point is not None and not point.is_passed():
+                return 0
+        return max(0, int(pace.bytes_per_s * (pace.busy_until_s - max(now_s, self._busy_until_s))))
 
     def _hand_over(self, num_copies: int) -> tuple[Handover, Event] | None:
         """Put portions on the stream, of so many copies or a little more, without waiting.
@@ -281,15 +278,17 @@ class Lane:
                     return awaited
                 item.staged.append(self._stream.copy(some))
                 item.num_copies += len(some.lengths)
-                self._note_busy(some.num_bytes)
+                self._note_portion(some.num_bytes)
         except Exception as failure:  # noqa: BLE001 - see the module
             item.fail(_described(failure))
         return None
 
-    def _note_busy(self, num_bytes: int) -> None:
-        if (pace := self._pace) is not None:
-            now_s = time.monotonic()
-            self._busy_until_s = max(now_s, self._busy_until_s) + num_bytes / pace.bytes_per_s
+    def _note_portion(self, num_bytes: int) -> None:
+        if (pace := self._pace) is None:
+            return
+        self._last_portion = self._stream.record()
+        now_s = time.monotonic()
+        self._busy_until_s = max(now_s, self._busy_until_s) + num_bytes / pace.bytes_per_s
 
     def _put_in_flight(self, item: Handover) -> None:
         error, end = item.error, None
@@ -457,6 +456,10 @@ class StreamCopyEngine:
         """As ``CopyEngine.hold_back``."""
         for lane in self._lanes.values():
             lane.hold_back()
+
+    def begin_step(self) -> None:
+        """As ``CopyEngine.begin_step``."""
+        self._lanes[Direction.STORE].begin_step()
 
     def pace(self, pace: Pace | None) -> None:
         """As ``CopyEngine.pace``."""
