@@ -20,8 +20,10 @@ def main() -> None:
     timeline.add_options(made)
     latency.add_options(made)
     sessions.add_options(made)
-    made.set_defaults(stores=0)  # there is no engine without a connector
+    made.set_defaults(stores=0)
     asked = made.parse_args()
+    if asked.stores:
+        made.error("--stores needs an engine without a connector: latency.py has one")
     prompts, results = Prompts(asked.seed, asked.token_ids), Results(asked)
     clock = Clock(sessions.expected_s(asked) + latency.expected_s(asked) + 80)
     longest = max(

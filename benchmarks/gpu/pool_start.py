@@ -15,8 +15,8 @@ registered all of it; nothing is asked any more by then, or the last second woul
 With --plain no engines are started: two processes with nothing but a CUDA context register the
 pool, for machines or GPUs without room for the model. Only "ready" is measured then.
 
-A 27B hybrid in fp8 on one or two H200s takes about three minutes: 0.5 for the machine, 2 for the
-start of the engines, 0.5 for the pool; with --plain one. Ends with 1 where a request is served
+A 27B hybrid in fp8 on one or two H200s takes about three minutes: one for the machine, 1.3 for the
+start of the engines, 0.5 for the pool; with --plain 1.5. Ends with 1 where a request is served
 later than 10 s after the start, or where ready takes more than 1.2 times the touch and the
 registration.
 """
