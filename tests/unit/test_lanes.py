@@ -2,95 +2,17 @@
 
 import queue
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from millpond.transfer import Copies, Direction, Ends, Pace, Ticket
+from millpond.transfer import Copies, Direction, Ends, Ticket
 from millpond.transfer.cpu import CpuDevice, PassedFence
-from millpond.transfer.device import Event, Fence
+from millpond.transfer.device import Event
 from millpond.transfer.streams import Handover, StreamCopyEngine, Submission
-from millpond.transfer.threads import ThreadEvent, ThreadStream
+from millpond.transfer.threads import ThreadEvent
+from tests.slow_device import FEW, MANY, PORTION, WAIT_S, SlowDevice, SlowStream, submit, wait_set
 from tests.waiting import eventually
-
-WAIT_S = 10.0
-FEW, PORTION, MANY = 1, 2, 6
-
-
-class SlowStream:
-    """Has no room for a second portion until the test says so; notes who enqueued what."""
-
-    def __init__(self) -> None:
-        self.inner = ThreadStream("test")
-        self.taken: list[tuple[int, str]] = []
-        self.room = ThreadEvent()
-        self.is_full = threading.Event()
-        self.may_end = threading.Event()
-        self.may_end.set()
-
-    def portion(self, copies: Copies) -> int:
-        del copies
-        return PORTION
-
-    def awaited(self, copies: Copies) -> Event | None:
-        if not self.taken or self.room.is_passed() or len(copies.lengths) < PORTION:
-            return None
-        self.is_full.set()
-        return self.room
-
-    def wait_for(self, fence: Fence) -> None:
-        self.inner.wait_for(fence)
-
-    def copy(self, copies: Copies) -> object:
-        self.taken.append((len(copies.lengths), threading.current_thread().name))
-        return self.inner.copy(copies)
-
-    def record(self) -> ThreadEvent:
-        self.inner.enqueue(lambda: _wait_set(self.may_end))
-        return self.inner.record()
-
-    def close(self, timeout_s: float) -> bool:
-        return self.inner.close(timeout_s)
-
-
-def _wait_set(event: threading.Event) -> None:
-    assert event.wait(WAIT_S)
-
-
-class SlowDevice(CpuDevice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.streams = {direction: SlowStream() for direction in Direction}
-
-    def stream(self, direction: Direction) -> SlowStream:
-        return self.streams[direction]
-
-
-def submit(
-    engine: StreamCopyEngine,
-    direction: Direction,
-    num_copies: int,
-    on_landed: Callable[[], None] | None = None,
-    on_done: Callable[[Ticket], object] | None = None,
-) -> threading.Event:
-    """Submit copies of nothing to nowhere."""
-    nothing = np.zeros(num_copies, np.uint64)
-    done = threading.Event()
-
-    def end(ticket: Ticket) -> None:
-        if on_done is not None:
-            on_done(ticket)
-        done.set()
-
-    engine.submit(
-        direction,
-        Copies(nothing, nothing, nothing),
-        after=PassedFence(),
-        keep_alive=None,
-        ends=Ends(end, on_landed),
-    )
-    return done
 
 
 def test_who_submits_hands_over_what_there_is_room_for_and_the_lane_the_rest() -> None:
@@ -110,193 +32,6 @@ def test_who_submits_hands_over_what_there_is_room_for_and_the_lane_the_rest() -
     assert [number for number, _ in stream.taken] == [PORTION, PORTION, PORTION, FEW]
     assert {thread for _, thread in stream.taken[1:]} == {"millpond-load-enqueue"}
     assert engine.close(WAIT_S)
-
-
-def test_a_store_leaves_the_copies_of_its_own_step_to_go_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tokens of the step, which the host waits for, would queue behind it."""
-    monkeypatch.setattr("millpond.transfer.streams._STEP_S", WAIT_S)
-    device = SlowDevice()
-    engine = StreamCopyEngine(device)
-    stream = device.streams[Direction.STORE]
-    done = submit(engine, Direction.STORE, FEW)
-    engine.step()  # of the step that submitted it
-    assert stream.taken == []
-    engine.begin_step()
-    assert stream.taken == [(FEW, threading.current_thread().name)]
-    assert done.wait(WAIT_S)
-    assert engine.close(WAIT_S)
-
-
-def test_a_store_is_handed_over_by_the_lane_where_no_step_follows() -> None:
-    device = SlowDevice()
-    engine = StreamCopyEngine(device)
-    assert submit(engine, Direction.STORE, FEW).wait(WAIT_S)
-    assert device.streams[Direction.STORE].taken == [(FEW, "millpond-store-enqueue")]
-    assert engine.close(WAIT_S)
-
-
-class Clock:
-    """What the lanes take for the time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1000.0
-        monkeypatch.setattr("millpond.transfer.streams.time", self)
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def monotonic_ns(self) -> int:
-        return int(self.now_s * 1e9)
-
-
-class CountingStream(SlowStream):
-    """Has room for all, and moves nothing. Its events are passed when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[ThreadEvent] = []
-
-    def portion(self, copies: Copies) -> int:
-        return len(copies.lengths)
-
-    def awaited(self, copies: Copies) -> Event | None:
-        del copies
-        return None
-
-    def copy(self, copies: Copies) -> object:
-        self.taken.append((copies.num_bytes, threading.current_thread().name))
-        return None
-
-    def record(self) -> ThreadEvent:
-        self.ends.append(ThreadEvent())
-        return self.ends[-1]
-
-    def pass_all(self) -> None:
-        for end in self.ends:
-            end.pass_now(None)
-
-
-class PacedLoads:
-    """Ten copies of 30 bytes on their way, at a link of 100 bytes a second."""
-
-    def __init__(self, pace: Pace | None, *, after: Fence | None = None) -> None:
-        device = SlowDevice()
-        self.stream = CountingStream()
-        device.streams[Direction.LOAD] = self.stream
-        self.engine = StreamCopyEngine(device)
-        self.engine.pace(pace)
-        self.done = threading.Event()
-        nowhere = np.zeros(10, np.uint64)
-        self.engine.submit(
-            Direction.LOAD,
-            Copies(nowhere, nowhere, np.full(10, 30, np.uint64)),
-            after=after or PassedFence(),
-            keep_alive=None,
-            ends=Ends(lambda _: self.done.set()),
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(number for number, _ in self.stream.taken)
-
-    def wait_done(self) -> bool:
-        """Let the device come past all there is; say whether that is all."""
-
-        def is_over() -> bool:
-            self.stream.pass_all()
-            return self.done.is_set()
-
-        eventually(is_over, "the load is over", timeout_s=WAIT_S)
-        return self.num_bytes == 300 and self.engine.close(WAIT_S)
-
-
-def link(clock: Clock, busy_s: float) -> Pace:
-    return Pace(100.0, clock.now_s + busy_s, clock.now_s + 3600.0)
-
-
-def test_of_a_load_so_much_is_on_the_stream_as_is_over_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    loads = PacedLoads(link(clock, 1.0))
-    assert loads.num_bytes == 120  # three, and one at least where there is any room
-    clock.now_s += 0.5
-    loads.engine.step()
-    assert loads.num_bytes == 120  # the link is still busy with them when its time is over
-    clock.now_s += 0.5
-    loads.stream.pass_all()
-    loads.engine.pace(link(clock, 1.0))
-    assert loads.num_bytes == 180  # two, for of the second 0.2 go to those before
-    loads.engine.step()
-    assert loads.num_bytes == 210  # and one
-    assert not loads.done.is_set()
-    loads.stream.pass_all()
-    loads.engine.pace(None)
-    loads.engine.step()
-    assert loads.num_bytes == 300
-    assert loads.wait_done()
-
-
-def test_what_is_handed_over_late_in_a_step_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    fence = ThreadEvent()
-    loads = PacedLoads(link(clock, 1.0), after=fence)
-    assert loads.num_bytes == 0  # when its fence will be passed nobody knows
-    clock.now_s += 0.7
-    fence.pass_now(None)
-    loads.engine.step()
-    assert loads.num_bytes == 30
-    loads.engine.pace(None)
-    loads.engine.step()
-    assert loads.wait_done()
-
-
-def test_a_portion_that_takes_longer_than_expected_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    loads = PacedLoads(link(clock, 1.0))
-    clock.now_s += 10.0
-    loads.engine.pace(link(clock, 1.0))
-    assert loads.num_bytes == 120  # the link is shared with others, say
-    loads.stream.pass_all()
-    loads.engine.step()
-    assert loads.num_bytes == 210
-    loads.engine.pace(None)
-    loads.engine.step()
-    assert loads.wait_done()
-
-
-def test_a_load_whose_engine_comes_by_no_more_is_handed_over_by_the_lane(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    loads = PacedLoads(link(clock, 0.0))
-    assert loads.num_bytes == 0
-    clock.now_s += 3600.0
-    assert loads.wait_done()
-    assert {thread for _, thread in loads.stream.taken} == {"millpond-load-enqueue"}
-
-
-def test_an_engine_that_stops_computing_leaves_the_rest_to_the_lane(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    loads = PacedLoads(link(clock, 0.0))
-    assert loads.num_bytes == 0
-    loads.engine.pace(None)
-    clock.now_s += 1.0
-    assert loads.wait_done()
-
-
-def test_a_lane_that_is_closed_keeps_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    loads = PacedLoads(link(clock, 0.0))
-    clock.now_s += 1.0
-    assert not loads.engine.close(0.0)
-    assert loads.wait_done()
 
 
 def test_who_submits_goes_on_while_it_comes_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +62,7 @@ def test_a_landing_is_told_of_once_by_who_comes_by_though_the_lane_is_busy() -> 
     engine = StreamCopyEngine(device)
     stream = device.streams[Direction.LOAD]
     may_end, told = threading.Event(), list[str]()
-    submit(engine, Direction.LOAD, FEW, on_done=lambda _: _wait_set(may_end))  # keeps the thread
+    submit(engine, Direction.LOAD, FEW, on_done=lambda _: wait_set(may_end))  # keeps the thread
     stream.may_end.clear()
     done = submit(engine, Direction.LOAD, FEW, lambda: told.append(threading.current_thread().name))
     engine.step()
@@ -461,7 +196,7 @@ def test_what_fails_does_not_land_for_who_comes_by_first() -> None:
     engine = StreamCopyEngine(device)
     stream = device.streams[Direction.LOAD]
     may_end, told = threading.Event(), list[str]()
-    submit(engine, Direction.LOAD, FEW, on_done=lambda _: _wait_set(may_end))  # keeps the thread
+    submit(engine, Direction.LOAD, FEW, on_done=lambda _: wait_set(may_end))  # keeps the thread
 
     def fail() -> None:
         raise OSError("planted")
