@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,10 +35,12 @@ def expected_hits(*, second_touch: bool) -> float:
     return round(num_hit / num_asked, 4)
 
 
-def ratios(num_blocks: int, retention: Retention, *, hybrid: bool = False) -> eviction.Result:
+def ratios(
+    num_blocks: int, retention: Retention, *, steps: eviction.Steps | None = None
+) -> eviction.Result:
     requests = eviction.read_trace(SAMPLE)
     pool_bytes = num_blocks * eviction.PAGES_BYTES
-    return eviction.replay("turns", requests, pool_bytes, retention, hybrid=hybrid)
+    return eviction.replay("turns", requests, pool_bytes, retention, steps)
 
 
 @pytest.mark.parametrize("policy", Eviction)
@@ -58,9 +61,27 @@ def test_smaller_pools_evict_and_hit_less(policy: Eviction) -> None:
 
 
 def test_states_cost_hits_where_they_have_little_room() -> None:
-    few = ratios(64, Retention(state_ratio=0.08), hybrid=True)
-    many = ratios(64, Retention(state_ratio=0.5), hybrid=True)
+    steps = eviction.Steps(32, 0)
+    few = ratios(64, Retention(state_ratio=0.08), steps=steps)
+    many = ratios(64, Retention(state_ratio=0.5), steps=steps)
     assert 0 < few.hit_ratio < many.hit_ratio <= expected_hits(second_touch=False)
+
+
+@pytest.mark.parametrize(("inner_blocks", "num_states"), [(0, 12), (24, 5), (1000, 2)])
+def test_within_a_prompt_states_are_stored_as_their_pages_allow(
+    inner_blocks: int, num_states: int
+) -> None:
+    """The prompt's end, the first step's, and another for each so many blocks."""
+    keys = b"".join(map(eviction.key_of, range(96)))
+    run = eviction.Replay(
+        1000 * eviction.PAGES_BYTES,
+        Retention(),
+        (eviction.PAGES, eviction.STATE),
+        eviction.Steps(8, inner_blocks),
+    )
+    run.run([eviction.Request(1, 96 * BLOCK + 1, keys)])
+    sizes: Any = run.pool.statistics()["slot_sizes"]
+    assert [s["num_slots"]["committed"] for s in sizes if s["holds_states"]] == [num_states]
 
 
 def test_requests_of_one_millisecond_come_one_after_the_other(tmp_path: Path) -> None:
