@@ -114,6 +114,11 @@ class Facts:
     torch: str
     device: str
 
+    def attention_bytes(self, num_tokens: int) -> int:
+        """Return what the attention pages of a prompt's whole blocks take."""
+        whole_blocks = num_tokens // self.block_tokens * self.block_tokens
+        return whole_blocks * self.attention_token_bytes
+
 
 def millpond_transfer(name: str, socket: Path) -> dict[str, Any]:
     """Return the ``kv_transfer_config`` of a replica at a pool."""

@@ -72,8 +72,6 @@ from millpond.launch.rivals import (
     make_rival,
 )
 
-MEMORY_RATIO_MAX = 1.15
-LONG_TOKENS = 100_000
 READY_S = 120.0
 QUIET_S = 1.0
 SETTLE_S = 60.0
@@ -296,8 +294,7 @@ def measure(
 def compare(results: Results, facts: Facts, rows: dict[str, dict[str, Any]], length: int) -> None:
     """Add a row for each other cache beside Millpond, and the bounds."""
     own = rows["millpond"]
-    whole_blocks = length // facts.block_tokens * facts.block_tokens
-    attention = whole_blocks * facts.attention_token_bytes
+    attention = facts.attention_bytes(length)
     memory = {cache: median(row["added_bytes"]) / attention for cache, row in rows.items()}
     needed = memory["millpond"] - median(own["added_spare_bytes"]) / attention
     for cache in rows.keys() - {"millpond"}:
@@ -316,9 +313,7 @@ def compare(results: Results, facts: Facts, rows: dict[str, dict[str, Any]], len
             needed_vs_attention_ratio=round(needed, 3),
         )
         results.at_least(f"moved at {length}, {cache} / millpond", ratio, 1.0)
-    if length >= LONG_TOKENS:
-        name = f"pool memory / attention bytes at {length}"
-        results.at_most(name, memory["millpond"], MEMORY_RATIO_MAX)
+    results.memory(length, memory["millpond"])
     results.true(f"same tokens at {length}", holds=all(own["same_tokens"]))
 
 

@@ -34,6 +34,9 @@ ANSWER_TOKENS = 64
 STARTS_S = 110.0
 """Two engines of 27B with their kernels compiled before, and a pool."""
 ADMIN_TIMEOUT_S = 10.0
+LONG_TOKENS = 100_000
+MEMORY_RATIO_MAX = 1.15
+"""For long prompts: of shorter ones a few states are a larger share."""
 
 
 def parser(documentation: str) -> argparse.ArgumentParser:
@@ -293,6 +296,12 @@ class Results:
     def true(self, name: str, *, holds: bool) -> None:
         """Check something that is so or not."""
         self._bound(name, None, "", holds=holds)
+
+    def memory(self, num_tokens: int, ratio: float) -> None:
+        """Check what a prompt takes in the pool, in times of its attention bytes, if it is long."""
+        if num_tokens >= LONG_TOKENS:
+            name = f"pool memory / attention bytes at {num_tokens}"
+            self.at_most(name, ratio, MEMORY_RATIO_MAX)
 
     def finish(self) -> None:
         """Say what held and how long it took; end with 1 where a bound is broken."""

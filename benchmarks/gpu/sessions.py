@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from engines import Answer, Ask, Replica
 from runs import (
+    LONG_TOKENS,
     STARTS_S,
     Clock,
     Pool,
@@ -48,7 +49,6 @@ from millpond.config.values import parse_size
 WAYS = ("alternate", "fixed")
 GAIN_MIN = 0.35
 GAIN_LONG_MIN = 0.45
-LONG_TOKENS = 100_000
 FIXED_RATIO_MAX = 1.03
 USABLE_RATIO = 0.85
 """Of an engine's memory: the rest is recurrent states that nobody comes back to."""

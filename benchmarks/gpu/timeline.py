@@ -10,7 +10,8 @@ comes in between. Rows have the medians, the floor (local hit + loaded bytes ove
 of the request nearest to the median, every span: lookup, allocation, handing over, load, forward
 pass (launch and GPU), sampling. --svg draws the last length. A 27B hybrid on one H200 takes two
 minutes for 131072 alone, three for all. Ends with 1 where tokens differ, where early takes longer
-than late, or more than 1.15 times the floor.
+than late, or more than 1.15 times the floor, or where a prompt of 100,000 tokens or more takes more
+than 1.15 times its attention bytes in the pool.
 """
 
 import argparse
@@ -57,7 +58,10 @@ def traced(replica: Replica, prompt: Sequence[int]) -> tuple[Answer, list[dict[s
 def measure(replicas: tuple[Replica, Replica], pool: Pool, prompt: list[int], repeats: int) -> dict:
     """Return the row of one prompt."""
     a, b = replicas
+    held = held_bytes(pool)
     cold = a.ask(prompt)
+    added_bytes = held_bytes(pool) - held
+    attention_bytes = a.facts.attention_bytes(len(prompt))
     before = loaded_bytes(pool.settle(), "b")
     taken: dict[str, list] = {EARLY: [], LATE: [], LOCAL: []}
     for i in range(repeats):
@@ -74,6 +78,9 @@ def measure(replicas: tuple[Replica, Replica], pool: Pool, prompt: list[int], re
     return {
         "prompt_tokens": len(prompt),
         "cold_s": round(cold.ttft_s, 4),
+        "added_bytes": added_bytes,
+        "attention_bytes": attention_bytes,
+        "memory_vs_attention_ratio": round(added_bytes / attention_bytes, 3),
         "loaded_bytes": num_bytes,
         "link_gb_s": link,
         "floor_s": round(floor_s, 4),
@@ -85,6 +92,11 @@ def measure(replicas: tuple[Replica, Replica], pool: Pool, prompt: list[int], re
         "samples_s": {way: rounded(each) for way, each in seconds.items()},
         "spans": {way: nearest_to_median(each) for way, each in taken.items()},
     }
+
+
+def held_bytes(pool: Pool) -> int:
+    """Return the bytes that the pool holds once everything is written."""
+    return int(pool.settle()["pool"]["bytes"]["committed"])
 
 
 def nearest_to_median(taken: list[tuple[Answer, list]]) -> list:
@@ -167,6 +179,7 @@ def run(
         results.true(f"same tokens at {length}", holds=row["same_tokens"])
         results.at_most(f"early / late at {length}", row["early_vs_late_ratio"], 1.0)
         results.at_most(f"moved / floor at {length}", row["early_vs_floor_ratio"], FLOOR_RATIO_MAX)
+        results.memory(length, row["memory_vs_attention_ratio"])
         if asked.svg is not None:
             asked.svg.write_text(drawn(row), encoding="utf-8")
 
