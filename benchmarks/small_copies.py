@@ -10,8 +10,9 @@ of 64 MiB behind an event on the other stream.
 Then our own engine: steps of --step-ms that begin with a small copy to the GPU, which the host
 waits for, beside a load "at once" and one that keeps a "pace" (connector/pacing.py); and a store
 that is submitted behind a kernel of a step's length, just before the copy of a token from the GPU
-behind the same kernel. Milliseconds of the small copies beside those on an idle GPU, the longest
-among them, and what becomes of the speed of the load. Needs a CUDA device; run it on an idle one.
+behind the same kernel and a short one, as the sampler's. Milliseconds of the small copies beside
+those on an idle GPU, the longest among them, and what becomes of the speed of the load. Needs a
+CUDA device; run it on an idle one.
 Ends with 1 where a small copy waits for a tenth of a step beside a load that keeps a pace, or
 beside a store.
 """
@@ -38,6 +39,7 @@ NUM_IDLE = 200
 PAGES = (64 * KIB, 4 * MIB)
 POLL_S = 0.0005
 NUM_STEPS_BEFORE = 4
+SAMPLING_S = 0.0005
 CYCLES_PER_S = 1.9e9
 """Of the GPU's clock, about."""
 WAIT_STEP_RATIO_MAX = 0.1
@@ -132,17 +134,23 @@ def beside_steps(
     return {"waits": summary(waits), "gb_s_with_the_last_step": round(gb_s, 1)}
 
 
+def busy(seconds: float) -> None:
+    """Keep the current stream busy, by a kernel."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_S))  # noqa: SLF001 - what torch tests with
+
+
 def beside_a_store(bench: Bench, copies: Copies, step_s: float) -> dict[str, object]:
     """Return the waits of a step's token where its store was submitted just before."""
     token = torch.zeros(SMALL, dtype=torch.uint8).pin_memory()
     on_gpu = torch.zeros(SMALL, dtype=torch.uint8, device="cuda")
     waits: list[float] = []
     for _ in range(5):
-        torch.cuda._sleep(int(step_s * CYCLES_PER_S))  # noqa: SLF001 - what torch tests with
-        computed = torch.cuda.Event(enable_timing=True)
-        computed.record()
+        busy(step_s)
         done = bench.submit(Direction.STORE, copies)
         bench.engine.step()
+        busy(SAMPLING_S)
+        computed = torch.cuda.Event(enable_timing=True)
+        computed.record()
         token.copy_(on_gpu, non_blocking=True)
         copied = torch.cuda.Event(enable_timing=True)
         copied.record()

@@ -195,10 +195,32 @@ def test_what_was_there_before_allows_no_state(pool: Pool, block_pool: BlockPool
     side = scheduler_side(pool, block_pool, (Coverage.EVERY, Coverage.LAST), page_bytes=128)
     engine = Engine(side, 14 * BLOCK + 30)
     engine.num_computed = 5 * BLOCK
-    first = engine.step(BLOCK, ([1] * 6, [0] * 5 + [1], [0] * 5 + [1]))
-    assert list(states(first)) == [5]
+    # The engine keeps the state that it resumes from in its table.
+    first = engine.step(BLOCK, ([1] * 6, [0] * 4 + [9, 1], [0] * 4 + [9, 1]))
+    assert list(states(first)) == [4, 5]
     kept = [engine.end_on_a_boundary() for _ in range(6, 14)]
     assert [6 + i for i in range(8) if kept[i]] == [8, 12, 13]
+
+
+def test_where_the_engine_stops_for_others_a_state_is_stored(
+    pool: Pool, block_pool: BlockPool
+) -> None:
+    side = scheduler_side(pool, block_pool, (Coverage.EVERY, Coverage.LAST), page_bytes=128)
+    engine = Engine(side, 14 * BLOCK + 30)
+    engine.request.shared_prefix_boundary = 3 * BLOCK
+    kept = [engine.end_on_a_boundary() for _ in range(6)]
+    assert [block for block in range(6) if kept[block]] == [0, 2, 3]
+
+
+def test_a_state_that_the_pool_did_not_take_leaves_its_room_to_the_next(
+    pool: Pool, block_pool: BlockPool
+) -> None:
+    side = scheduler_side(pool, block_pool, (Coverage.EVERY, Coverage.LAST), page_bytes=128)
+    engine = Engine(side, 14 * BLOCK + 30)
+    side._link.client = None  # type: ignore[misc]
+    engine.end_on_a_boundary()
+    side._link.client = pool  # type: ignore[misc]
+    assert engine.end_on_a_boundary()
 
 
 def test_a_state_that_the_engine_lacks_takes_no_room_from_the_next(

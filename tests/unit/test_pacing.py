@@ -66,14 +66,23 @@ def test_the_time_between_requests_is_no_step() -> None:
     assert busy_s(engine, engine.step(0.1)) == pytest.approx(0.8 * 0.1)
 
 
-def test_nothing_is_limited_where_the_step_is_nearly_over_already() -> None:
+def test_a_step_that_is_nearly_over_already_has_no_time_for_loads() -> None:
     engine = Engine()
     engine.step(0.1)
-    assert engine.step(0.1, inputs_s=0.04) is not None
-    assert engine.step(0.1, inputs_s=0.06) is None
+    assert busy_s(engine, engine.step(0.1, inputs_s=0.04)) > 0
+    assert busy_s(engine, engine.step(0.1, inputs_s=0.06)) == 0
+    assert busy_s(engine, engine.step(0.1)) > 0
 
 
-@pytest.mark.parametrize(("steps_s", "late_s"), [((0.02, 0.02), 0.25), ((0.02, 0.2), 0.6)])
+def test_nothing_is_limited_where_each_step_is_nearly_over_already() -> None:
+    engine = Engine()
+    engine.step(0.1)
+    late = [engine.step(0.1, inputs_s=0.09) for _ in range(6)]
+    assert [pace is None for pace in late] == [False] * 4 + [True] * 2
+    assert engine.step(0.1) is not None
+
+
+@pytest.mark.parametrize(("steps_s", "late_s"), [((0.02, 1.4), 0.25), ((0.2, 1.4), 0.6)])
 def test_an_engine_that_comes_by_no_more_limits_nothing_in_the_end(
     steps_s: tuple[float, float], late_s: float
 ) -> None:

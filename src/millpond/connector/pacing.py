@@ -23,7 +23,7 @@ _STEP_S: Final = 0.01
 _NUM_STEPS: Final = 4
 _LATE_STEPS: Final = 3
 _LATE_S: Final = 0.25
-"""An engine that has not come by for so long, or so many of its steps, is not held up."""
+"""Nothing is limited after so long, or so many steps, whichever is longer: others prefill, say."""
 
 
 class Pacing:
@@ -37,6 +37,8 @@ class Pacing:
         self._began_s: float | None = None
         """The beginning of the step that is being made; None if it computes nothing."""
         self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._num_late = 0
+        """Steps in a row that were nearly over when their inputs had been copied."""
         self._bytes_per_s: float | None = None
 
     def tell_link(self, bytes_per_s: float) -> None:
@@ -55,16 +57,18 @@ class Pacing:
         """Return until when loads may be under way, now that the step's inputs are copied.
 
         None, for no limit: while the engine computes nothing; where the link is not known; where
-        most of the step is over already, for then there is no time between two inputs to be had
-        (vLLM 0.32's first runner comes here once it has launched the forward pass). The shortest
-        of the last steps counts, for those between requests are longer.
+        most of the step is over in each of some steps, for then there is no time between two
+        inputs to be had (vLLM 0.32's first runner comes here once it has launched the forward
+        pass). The shortest of the last steps counts, for those between requests are longer.
         """
         if self._began_s is None or self._bytes_per_s is None:
             return None
         now_s = self._clock()
         step_s = min(self._steps_s, default=_STEP_S)
         left_s = step_s - (now_s - self._began_s)
-        if left_s < step_s / 2:
+        self._num_late = self._num_late + 1 if left_s < step_s / 2 else 0
+        if self._num_late > _NUM_STEPS:
             return None
-        late_s = max(_LATE_S, _LATE_STEPS * max(self._steps_s, default=_STEP_S))
-        return Pace(self._bytes_per_s, now_s + _SHARE * left_s, now_s + late_s)
+        busy_s = 0.0 if self._num_late else _SHARE * left_s
+        ends_s = max(_LATE_S, _LATE_STEPS * step_s)
+        return Pace(self._bytes_per_s, now_s + busy_s, now_s + ends_s)

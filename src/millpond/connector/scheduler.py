@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 from millpond.connector import versions
 from millpond.connector.adapters import Adapters
 from millpond.connector.geometry import EngineLayout
+from millpond.connector.inner_states import InnerStates
 from millpond.connector.link import Link
 from millpond.connector.metadata import Job, PartJob, StepMetadata, StepResults
 from millpond.connector.requests import Pinned, RequestState, skips_pool
@@ -44,9 +45,6 @@ _PENDING_POLL_S: Final = 0.02
 """Between two lookups of a request that waits for another replica."""
 _PENDING_GAP_S: Final = 0.5
 """A writer of whom nothing has been seen for so long is not waited for."""
-_INNER_PAGES: Final = 8
-"""Pages of a prompt, in multiples of a state's bytes, for each state within it: a twelfth to an
-eighth more memory, and on traces as many hits as with the state of each step or more."""
 _NOT_READY_S: Final = 5.0
 """For so long nothing is loaded from slots at or behind one that was not ready for copies."""
 
@@ -100,7 +98,7 @@ class SchedulerSide:
         self._unready_until_s = 0.0
         self._next_job_id = 0
         self._adapters = Adapters()
-        self._inner_blocks = _INNER_PAGES * layout.state_blocks
+        self._inner_states = InnerStates(layout)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Take the engine's block pool, through which blocks are held while they are copied."""
@@ -320,7 +318,7 @@ class SchedulerSide:
             return None
         if num_blocks <= state.num_offered:
             return None
-        offered = self._thinned(
+        offered = self._inner_states.thinned(
             state,
             [self._offered_blocks(state, part, reached) for part in range(len(layout.parts))],
         )
@@ -338,6 +336,7 @@ class SchedulerSide:
         if lease is None:
             return None
         state.num_offered = num_blocks
+        state.num_inner_states += self._inner_states.number(state, offered)
         if lease.lease_id is None:
             return None
         return self._store_job(state, client.session, lease.lease_id, lease)
@@ -360,33 +359,6 @@ class SchedulerSide:
                 for group in self._layout.parts[part].blocks
             )
         ]
-
-    def _thinned(self, state: RequestState, offered: list[list[int]]) -> tuple[list[int], ...]:
-        """Leave out states within a prompt that would be too many for their pages.
-
-        The first is kept, and another for each so many blocks that were computed: a state is as
-        large as the pages of thousands of tokens, and resumes one request in many. The end of the
-        prompt, and what decoding reaches, is where the next turn resumes.
-        """
-        states = [coverage is Coverage.LAST for coverage in self._layout.coverages]
-        ends = {
-            block
-            for blocks, is_state in zip(offered, states, strict=True)
-            for block in blocks
-            if is_state
-        }
-        last_blocks = (state.request.num_tokens - 1) // self._layout.block_tokens
-        kept: set[int] = set()
-        for block in sorted(ends):
-            is_inner = block + 1 < last_blocks
-            num_computed = block + 1 - (state.start_blocks or 0)
-            if not is_inner or state.num_inner_states * self._inner_blocks <= num_computed:
-                kept.add(block)
-                state.num_inner_states += is_inner
-        return tuple(
-            [block for block in blocks if block in kept] if is_state else blocks
-            for blocks, is_state in zip(offered, states, strict=True)
-        )
 
     def _store_job(
         self, state: RequestState, session: int, lease_id: int, lease: WriteLease

@@ -16,7 +16,7 @@ Small copies of the engine's own, such as the inputs of a step and the tokens th
 behind all copies of the same direction that are on any stream (H200: 42 ms behind 3 GB). So
 beside an engine that computes, loads come in portions that end before the next step's inputs,
 one at a time and none before its fence is passed; and stores with the next step, or some
-milliseconds later, when the copy of the tokens of their own has been queued.
+milliseconds later, when the copy of the tokens of their own step has been queued.
 
 Each direction is a lane: loads never queue behind stores. Handing many thousands of copies to
 a driver takes milliseconds, which are not the engine's to give at once. Nor can other threads
@@ -207,7 +207,9 @@ class Lane:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closed)
                 if not self._waiting:
                     return
-                if self._is_enqueuing or not self._is_left_alone():
+            is_left_alone = self._is_left_alone()
+            with self._changed:
+                if self._is_enqueuing or not is_left_alone:
                     self._changed.wait(_STEP_S)
                     continue
             stopped = self._hand_over(1)
@@ -229,9 +231,9 @@ class Lane:
         with self._changed:
             oldest = self._waiting[0].submission if self._waiting else None
         # Behind a fence, or behind an earlier portion, nobody knows when it would be over.
-        for point in (oldest and oldest.after, self._earlier_portion):
-            if point is not None and not point.is_passed():
-                return 0
+        points = (oldest and oldest.after, self._earlier_portion)
+        if not all(_is_passed(point) for point in points if point is not None):
+            return 0
         return max(0, int(pace.bytes_per_s * (pace.busy_until_s - max(now_s, self._busy_until_s))))
 
     def _hand_over(self, num_copies: int) -> tuple[Handover, Event] | None:
@@ -294,7 +296,7 @@ class Lane:
         error, end = item.error, None
         try:
             # Behind a failure as well: a part of the copies may be on its way.
-            end = self._mark_end(item.submission)
+            end = self._last_portion = self._mark_end(item.submission)
         except Exception as failure:  # noqa: BLE001 - see the module
             error = error or _described(failure)
         held = self._hold(item.submission, end, error, item.staged)
@@ -396,6 +398,15 @@ def _tell(call: Callable[[], None]) -> None:
         call()
     except Exception:
         logger.exception("event=end_failed")
+
+
+def _is_passed(point: Fence) -> bool:
+    """Say whether a fence is passed; one that cannot be asked is, and its copies will tell."""
+    try:
+        return point.is_passed()
+    except Exception:
+        logger.exception("event=fence_failed")
+        return True
 
 
 def _wait(event: Event) -> str | None:
