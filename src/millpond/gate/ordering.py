@@ -133,6 +133,7 @@ def _attempt(subject: Subject, test: Test, control: Control) -> Attempt:
         return SCENARIOS[test.edge][1](subject, control)
     if test.edge is Edge.E6:
         return outlive_own(subject, path, test.direction, control)
+    _make_quiet(subject, path)
     # What is given up when "done" is said too early is the matter of E6 alone: elsewhere the
     # copies must find their tables, or a positive control would be wrong, too.
     path.watch.is_kept = True
@@ -143,4 +144,11 @@ def _attempt(subject: Subject, test: Test, control: Control) -> Attempt:
             return _OF_LANES[test.scenario](subject, path, control)
         return SCENARIOS[test.edge][1](subject, control)
     finally:
+        _make_quiet(subject, path)
         path.watch.forget()
+
+
+def _make_quiet(subject: Subject, path: OwnPath) -> None:
+    """Let all end: where "done" is said too early, a store may not even be on its stream."""
+    path.engine.wait_idle(subject.timing.done_s)
+    subject.device.synchronize()
