@@ -18,7 +18,7 @@ class Fence(Protocol):
     """A point in the order of a device's work."""
 
     def is_passed(self) -> bool:
-        """Say whether all work before the fence has finished; does not block."""
+        """Say whether all work before the fence has ended, in failure too; never blocks or raises."""
         ...
 
 

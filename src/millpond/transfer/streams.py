@@ -232,7 +232,7 @@ class Lane:
             oldest = self._waiting[0].submission if self._waiting else None
         # Behind a fence, or behind an earlier portion, nobody knows when it would be over.
         points = (oldest and oldest.after, self._earlier_portion)
-        if not all(_is_passed(point) for point in points if point is not None):
+        if not all(point.is_passed() for point in points if point is not None):
             return 0
         return max(0, int(pace.bytes_per_s * (pace.busy_until_s - max(now_s, self._busy_until_s))))
 
@@ -398,15 +398,6 @@ def _tell(call: Callable[[], None]) -> None:
         call()
     except Exception:
         logger.exception("event=end_failed")
-
-
-def _is_passed(point: Fence) -> bool:
-    """Say whether a fence is passed; one that cannot be asked is, and its copies will tell."""
-    try:
-        return point.is_passed()
-    except Exception:
-        logger.exception("event=fence_failed")
-        return True
 
 
 def _wait(event: Event) -> str | None:
