@@ -18,7 +18,7 @@ class Fence(Protocol):
     """A point in the order of a device's work."""
 
     def is_passed(self) -> bool:
-        """Say whether all work before the fence has ended, in failure too; never blocks or raises."""
+        """Say whether all work before the fence has ended, or failed; does not block or raise."""
         ...
 
 
