@@ -288,6 +288,7 @@ class Lane:
     def _note_portion(self, num_bytes: int) -> None:
         if (pace := self._pace) is None:
             return
+        # Of a device whose failures last, as CUDA's do: this event would take one that does not.
         self._last_portion = self._stream.record()
         now_s = time.monotonic()
         self._busy_until_s = max(now_s, self._busy_until_s) + num_bytes / pace.bytes_per_s
