@@ -35,6 +35,8 @@ EXACT_RATIO_MAX = 0.5
 NUM_TOKENS = 16
 NUM_LOGPROBS = 20
 AGAIN_REPEATS = 3
+STEP_TOKENS_MAX = 16_384
+"""Of an engine that is not told."""
 SAME_MAX = 0.15
 """Between two ways to cut the same prompt into steps; a wrong state changes several times that."""
 
@@ -232,7 +234,9 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 def longest(asked: argparse.Namespace) -> int:
     """Return the tokens of the longest prompt."""
-    return max((*counts(asked.lengths), *counts(asked.exact), 1))
+    # Those of diverging are half a step and two blocks long.
+    diverging_max = asked.engine.get("max_num_batched_tokens", STEP_TOKENS_MAX)
+    return max((*counts(asked.lengths), *counts(asked.exact), diverging_max))
 
 
 def expected_s(asked: argparse.Namespace) -> float:

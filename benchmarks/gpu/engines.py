@@ -208,6 +208,14 @@ class Replica:
         """Let the forward pass of a moved request be launched before its load has landed."""
         self._call("tell_early", enabled)
 
+    def refresh_mirror(self) -> None:
+        """Copy the pool's memory to the second GPU that the engine sees (see ``peer.py``)."""
+        self._call("refresh_mirror")
+
+    def read_mirror(self, *, enabled: bool) -> None:
+        """Let loads come from that copy, or from the pool again."""
+        self._call("read_mirror", enabled)
+
     def trace_begin(self) -> None:
         """Note from now on when the parts of a request begin and end."""
         self._call("trace_begin")
@@ -278,6 +286,7 @@ class _Engine:
         self._num_asked = 0
         self._tells_early: Any = None
         self._tracer: Any = None
+        self._mirror: Any = None
 
     def facts(self) -> Facts:
         import torch
@@ -318,10 +327,7 @@ class _Engine:
         return {"attention_token_bytes": attention, "state_bytes": state}
 
     def is_registered(self, num_bytes: int) -> bool:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker: Any = get_kv_transfer_group()._worker  # noqa: SLF001
-        return worker._copy_engine.is_ready(num_bytes)  # noqa: SLF001
+        return _connectors_worker()._copy_engine.is_ready(num_bytes)  # noqa: SLF001
 
     def forget(self, with_connector: bool) -> None:  # noqa: FBT001 - comes over the pipe
         deadline_s = time.monotonic() + FORGET_S
@@ -344,6 +350,16 @@ class _Engine:
             self._tells_early = Lane._tell_early  # noqa: SLF001
         never: Any = lambda *_: None  # noqa: E731
         Lane._tell_early = self._tells_early if enabled else never  # noqa: SLF001
+
+    def refresh_mirror(self) -> None:
+        from peer import Mirror
+
+        if self._mirror is None:
+            self._mirror = Mirror(_connectors_worker())
+        self._mirror.refresh()
+
+    def read_mirror(self, enabled: bool) -> None:  # noqa: FBT001 - comes over the pipe
+        self._mirror.read(enabled=enabled)
 
     def trace_begin(self) -> None:
         from tracing import Tracer
@@ -444,6 +460,12 @@ class _Served:
         if 0 in self._inside:
             self._engine.abort_request([self._names[0]])
             del self._inside[0]
+
+
+def _connectors_worker() -> Any:  # noqa: ANN401
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker  # noqa: SLF001
 
 
 def _register_text_only() -> None:

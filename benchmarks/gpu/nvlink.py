@@ -5,9 +5,10 @@
 
 An experiment, which needs two GPUs that can reach each other, and no engine: one process holds
 pages on the first GPU as a replica would, and hands them out by CUDA IPC; this one copies them
-in random order to pages of the second GPU, by one batched call of the runtime, by a call a page,
-and by one kernel. Beside it the same bytes from host memory by Millpond's own engine, and what a
-bf16 matrix product on the first GPU keeps of its speed while its pages are read.
+in random order to pages of the second GPU, by one batched call of the runtime and by a call a
+page. (A kernel on the second GPU may not read what torch has opened for the first one.) Beside it
+the same bytes from host memory by Millpond's own engine, and what a bf16 matrix product on the
+first GPU keeps of its speed while its pages are read.
 
 --page is a layer's page: 784 tokens of a 27B hybrid (4 heads of 256, key and value, in bf16),
 which is about as large as one of its recurrent states. --local-s is what a local hit takes:
@@ -38,7 +39,6 @@ from millpond.transfer import Copies, Direction, Ends
 GIB = 2**30
 EXTENT_BYTES = GIB
 MATRIX = 8192
-KERNEL_PROGRAMS = 128
 WAIT_S = 120.0
 STEP_S = 0.0005
 PRODUCT_S = 1.5
@@ -102,21 +102,14 @@ class Reader:
     def routes(self) -> dict[str, Callable[[], None]]:
         """Return what enqueues all pages, by name."""
         from millpond.transfer import cudart
-        from millpond.transfer.kernel import PageTable, can_copy
 
         handle = self._stream.cuda_stream
-
-        def by_kernel() -> None:
-            self._table = PageTable(*self._copies, self._stream)
-            self._table.copy(slice(0, len(self._copies[0])), self._stream, KERNEL_PROGRAMS)
 
         routes: dict[str, Callable[[], None]] = {
             "one call a page": lambda: cudart.copy_each(*self._copies, handle)
         }
         if cudart.has_batch_copy():
             routes["batch"] = lambda: cudart.copy_batch(*self._copies, handle)
-        if can_copy(*self._copies):
-            routes["kernel"] = by_kernel
         return routes
 
     def seconds(self, enqueue: Callable[[], None]) -> float:

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from millpond.arena import touch as touch_module
 from millpond.arena.arena import Arena, segment_bytes
-from millpond.arena.touch import Touching, touch
+from millpond.arena.touch import Touching, map_touched, touch
 from millpond.model.errors import ArenaTooLarge
 from millpond.model.limits import ARENA_HEADER_BYTES, MIB
 from tests.waiting import eventually
@@ -312,6 +313,42 @@ def test_a_touching_that_is_closed_begins_nothing_more(populating: Populating) -
         closing_thread.join(WAIT_S)
         assert not closing_thread.is_alive()
         assert sorted(populating.asked) == [0, PIECE, SIZE]
+
+
+def test_memory_that_another_mapping_touched_is_mapped_without_being_written() -> None:
+    with created() as (arena, fd):
+        touch(arena, fd, stop=threading.Event(), on_progress=lambda _: None)
+        allocated = allocated_bytes(fd)
+        other = Arena.attach(fd, expected_epoch=EPOCH)
+        with closing(other):
+            before = resident_bytes(other.address)
+            map_touched(other, EXTENT, 2 * EXTENT)
+            mapped = resident_bytes(other.address) - before
+            assert 2 * EXTENT <= mapped < 3 * EXTENT  # a fault maps its neighbours as well
+            map_touched(other, 0, SIZE)
+            assert resident_bytes(other.address) >= SIZE
+        assert allocated_bytes(fd) == allocated
+
+
+def test_a_kernel_that_maps_nothing_at_once_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touch_module, "_MADV_POPULATE_READ", 12345)
+    with created() as (arena, _):
+        map_touched(arena, 0, SIZE)
+
+
+def resident_bytes(address: int) -> int:
+    """Return how much is mapped of the mapping that holds ``address``."""
+    blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", _smaps(), flags=re.MULTILINE)
+    for block in filter(None, blocks):
+        start, _, stop = block.partition(" ")[0].partition("-")
+        if int(start, 16) <= address < int(stop, 16):
+            return int(re.findall(r"^Rss: +(\d+) kB", block, flags=re.MULTILINE)[0]) * 1024
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def _smaps() -> str:
+    with open("/proc/self/smaps") as maps:  # noqa: PTH123
+        return maps.read()
 
 
 def _mappings() -> str:

@@ -1,6 +1,7 @@
 """The worker's side ends every lease it is told of, also those that it cannot serve."""
 
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,14 +294,15 @@ def test_loads_keep_a_pace_beside_an_engine_that_computes() -> None:
     worker = make_worker(FakeClient())
     worker._begins_steps = True
     engine = worker._copy_engine = Held()
-    for speed in (None, LinkSpeed(h2d_gb_s=50.0, d2h_gb_s=40.0)):
+    link = LinkSpeed(h2d_gb_s=50.0, d2h_gb_s=40.0)
+    for speed in (None, link, replace(link, small_copies_wait=True)):
         worker.tell_link(LinkReport(speed))
         for computes in (True, False):
             step = StepMetadata(computes=computes)
             worker.begin_step(step)
             worker.start_loads(step)
-    unknown, idle, beside, idle_again = engine.paces
-    assert (unknown, idle, idle_again) == (None, None, None)
+    *before, beside, idle = engine.paces
+    assert [*before, idle] == [None] * 5, "nothing known, nothing that waits, nothing computed"
     assert beside is not None
     assert beside.bytes_per_s == 50e9
 

@@ -20,13 +20,19 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registered: set[int] = set()
+        self.mapped: set[int] = set()
         self.refused: set[int] = set()
         self.held: dict[int, threading.Event] = {}
         self.asked = threading.Event()
+        monkeypatch.setattr(registration, "map_touched", self._map)
         monkeypatch.setattr(cudart, "register_host", self._register)
         monkeypatch.setattr(cudart, "unregister_host", self.registered.remove)
 
+    def _map(self, _arena: object, start: int, _num_bytes: int) -> None:
+        self.mapped.add(start)
+
     def _register(self, address: int, _num_bytes: int) -> None:
+        assert address in self.mapped, "page by page, while nobody can launch a kernel"
         if address in self.refused:
             raise cudart.CudaFailed("no room")
         if address in self.held:

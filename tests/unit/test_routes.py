@@ -2,11 +2,14 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from millpond.model.limits import GIB, KIB, MIB
-from millpond.transfer import Direction
+from millpond.transfer import Direction, measuring
 from millpond.transfer.link import LinkSpeed, pcie_link
 from millpond.transfer.registration import PIECE_BYTES, pieces_of
 from millpond.transfer.routes import Route, Routes, fallback, pick
@@ -97,3 +100,18 @@ def test_generation_and_width_come_from_the_system(tmp_path: Path) -> None:
     (device / "max_link_speed").write_text("Unknown\n")
     (device / "current_link_width").write_text("0\n")
     assert pcie_link("0000:1b:00.0", tmp_path) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("tries", "wait"),
+    [([True, False], False), ([False, True, True, False], False), ([False, *[True] * 5], True)],
+)
+def test_small_copies_wait_only_if_they_do_in_each_try_but_the_first(
+    tries: list[bool], wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming = iter(tries)
+    monkeypatch.setattr(measuring, "_small_copy_waits", lambda *_: next(coming))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    sample: Any = SimpleNamespace(device=torch.empty(0))
+    assert measuring.small_copies_wait(sample) is wait
+    assert next(coming, None) is None

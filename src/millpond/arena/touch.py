@@ -22,6 +22,7 @@ lets no thread of the process change its mappings, such as the one that serves: 
 memory for itself, or fork."""
 _THREADS_MAX: Final = 16
 _POLL_S: Final = 0.05
+_MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14; not in Python's mmap module before 3.15, whose madvise also keeps the GIL."""
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -166,6 +167,19 @@ def touch(
     """Populate every page of the slots and their checksums; see ``Touching`` and its ``wait``."""
     with contextlib.closing(Touching(arena, fd)) as touching:
         return touching.wait(arena.size_bytes, stop=stop, on_progress=on_progress)
+
+
+def map_touched(arena: Arena, start: int, num_bytes: int) -> None:
+    """Map slots that are touched, by whomever, into this process as well, at once.
+
+    The kernel maps sixteen such pages with each fault of a read, and one with each of a write,
+    such as a driver makes that pins them: 0.04 s against 0.1 s a GiB. Never fails: what is not
+    mapped here is mapped when it is used.
+    """
+    for piece in _pieces(start, start + num_bytes):
+        while _LIBC.madvise(arena.address + piece.start, len(piece), _MADV_POPULATE_READ):
+            if ctypes.get_errno() != errno.EINTR:  # a kernel before 5.14, say
+                return
 
 
 def _pieces(start: int, stop: int) -> Iterator[range]:

@@ -24,6 +24,8 @@ SAMPLE_BYTES: Final = 64 * MIB
 _SLOT_BYTES: Final = 4 * MIB
 _NUM_COPIES: Final = 4
 """Of the sample, one behind the other: what it costs to notice their end is then small."""
+_SMALL_BYTES: Final = 4096
+_NUM_TRIES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,13 @@ def measure(
     large = Route.BATCH if cudart.has_batch_copy() else Route.LOOP
     speeds = {way: gb_s(way, large, SAMPLE_BYTES) for way in Direction}
     generation, width = pcie_link(cudart.pci_bus_id(device.index or 0))
-    link = LinkSpeed(speeds[Direction.LOAD], speeds[Direction.STORE], generation, width)
+    link = LinkSpeed(
+        speeds[Direction.LOAD],
+        speeds[Direction.STORE],
+        generation,
+        width,
+        small_copies_wait=small_copies_wait(sample),
+    )
     by_route: dict[Direction, dict[int, dict[Route, float]]] = {}
     for direction in Direction:
         by_route[direction] = {}
@@ -95,15 +103,40 @@ def measure(
     return Measured(link, by_route, time.monotonic() - started_s)
 
 
+def small_copies_wait(sample: Sample) -> bool:
+    """Say whether small copies to the GPU wait for large ones of another stream, queued before.
+
+    In each of some tries: one in which the host was late to see the small one looks the same.
+    """
+    streams = torch.cuda.Stream(sample.device.device), torch.cuda.Stream(sample.device.device)
+    _small_copy_waits(sample, *streams)  # new streams are slow at first
+    return all(_small_copy_waits(sample, *streams) for _ in range(_NUM_TRIES))
+
+
+def _small_copy_waits(sample: Sample, large: torch.cuda.Stream, small: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(large):
+        for _ in range(_NUM_COPIES):
+            sample.device[_SMALL_BYTES:].copy_(sample.host[_SMALL_BYTES:], non_blocking=True)
+        end = large.record_event()
+    with torch.cuda.stream(small):
+        sample.device[:_SMALL_BYTES].copy_(sample.host[:_SMALL_BYTES], non_blocking=True)
+    small.synchronize()
+    waited = end.query()
+    end.synchronize()
+    return waited
+
+
 def log_measured(measured: Measured) -> None:
     """Say what was found; a slow link is a warning with its remedy."""
     link = measured.link
     allowed = link.allowed_gb_s
     logger.info(
-        "event=link_measured h2d_gb_s=%.1f d2h_gb_s=%.1f allowed_gb_s=%s seconds=%.2f routes=%s",
+        "event=link_measured h2d_gb_s=%.1f d2h_gb_s=%.1f allowed_gb_s=%s small_copies_wait=%s "
+        "seconds=%.2f routes=%s",
         link.h2d_gb_s,
         link.d2h_gb_s,
         "unknown" if allowed is None else f"{allowed:.1f}",
+        link.small_copies_wait,
         measured.seconds,
         {
             way.value: {page: route.value for page, route in table.items()}

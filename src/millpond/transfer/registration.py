@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from millpond.arena.arena import Arena
+from millpond.arena.touch import map_touched
 from millpond.model.limits import GIB, REGISTERED_BYTES
 from millpond.transfer import cudart
 
@@ -24,9 +25,9 @@ class Registration:
     """The registration of one mapping, made piece by piece in the background.
 
     Keeps the mapping alive until ``undo``. A piece is registered once all of its memory is
-    there: the driver would take missing pages from the kernel one by one. Slots that lie in a
-    registered prefix can be copied at once; others cannot be copied yet. ``prepare`` runs first
-    in each thread, ``on_first`` once the first piece is registered and before it counts,
+    there, and mapped here: the driver would take missing pages from the kernel one by one. Slots
+    that lie in a registered prefix can be copied at once; others cannot be copied yet. ``prepare``
+    runs first in each thread, ``on_first`` once the first piece is registered and before it counts,
     ``on_failure`` where one cannot be, each in the thread that did it. ``is_busy`` says whether
     others use the device: as long as each piece takes, they are left to it before the next.
     """
@@ -123,6 +124,7 @@ class Registration:
         start, num_bytes = self._pieces[index]
         if not self._wait_touched(start + num_bytes):
             return None
+        map_touched(self.arena, start, num_bytes)  # keeps no kernel waiting
         began_s = time.monotonic()
         try:
             cudart.register_host(self.arena.address + start, num_bytes)
