@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millpond.config import format_size, parse_size
+from millpond.model.inner_states import INNER_PAGES, kept_ends
 from millpond.model.limits import KIB
 from millpond.model.names import Admission, Coverage, Eviction
 from millpond.model.namespace import Namespace, PartSpec, aligned_slot_bytes
@@ -106,20 +107,21 @@ class Replay:
     """One pool of ``pool_bytes``, and one replica that looks up and stores in it."""
 
     def __init__(
-        self, pool_bytes: int, retention: Retention, parts: tuple[PartSpec, ...], steps: Steps
+        self, pool_bytes: int, retention: Retention, namespace: Namespace, steps: Steps
     ) -> None:
         self.steps = steps
-        slot_bytes = max(aligned_slot_bytes(part.slot_bytes) for part in parts)
+        self.block_tokens = namespace.block_tokens
+        slot_bytes = max(aligned_slot_bytes(part.slot_bytes) for part in namespace.parts)
         self.pool = Pool(
             epoch=1,
             arena_bytes=pool_bytes,
             extent_bytes=max(default_extent_bytes(pool_bytes), slot_bytes),
             retention=retention,
         )
-        self.has_states = len(parts) > 1
+        self.has_states = len(namespace.parts) > 1
         self.session = self.pool.open_session(
             replica="replayed",
-            namespace_id=self.pool.add_namespace(namespace(parts)),
+            namespace_id=self.pool.add_namespace(namespace),
             num_ranks=1,
         )
 
@@ -128,9 +130,9 @@ class Replay:
         num_hit = num_asked = 0
         for number, request in enumerate(requests):
             # The last token is always computed: its logits are in no cache.
-            num_wanted = (request.num_tokens - 1) // BLOCK_TOKENS
+            num_wanted = (request.num_tokens - 1) // self.block_tokens
             num_blocks = self._look_up(request.keys[: num_wanted * KEY_BYTES], request.at_ns)
-            num_hit += num_blocks * BLOCK_TOKENS
+            num_hit += num_blocks * self.block_tokens
             num_asked += request.num_tokens
             self._store(request, num_blocks, str(number))
         return num_hit / num_asked
@@ -147,14 +149,15 @@ class Replay:
         if not self.has_states:
             self._write(request, num_blocks, (), request_id)
             return
-        last = (request.num_tokens - 1) // BLOCK_TOKENS  # where a repeated prompt can resume
+        last = (request.num_tokens - 1) // self.block_tokens  # where a repeated prompt can resume
         step = self.steps.num_blocks
-        ends = {*range(num_done + step, num_blocks, step), last, num_blocks}
-        num_inner = 0
-        for end in sorted(end for end in ends if num_done < end <= num_blocks):
-            is_kept = end >= last or num_inner * self.steps.inner_blocks <= end - num_done
-            num_inner += is_kept and end < last
-            self._write(request, end, (end - 1,) if is_kept else (), request_id)
+        inner = range(num_done + step, last, step)
+        kept = kept_ends(
+            inner, start_blocks=num_done, num_kept=0, blocks_each=self.steps.inner_blocks
+        ) | {last, num_blocks}
+        for end in sorted({*inner, last, num_blocks}):
+            if num_done < end <= num_blocks:
+                self._write(request, end, (end - 1,) if end in kept else (), request_id)
 
     def _write(
         self, request: Request, num_blocks: int, states: Sequence[int], request_id: str
@@ -172,7 +175,7 @@ class Replay:
             self.pool.finish(self.session, lease.lease_id, rank=0, ok=True, now_ns=request.at_ns)
 
 
-def namespace(parts: tuple[PartSpec, ...]) -> Namespace:
+def namespace(parts: tuple[PartSpec, ...], block_tokens: int = BLOCK_TOKENS) -> Namespace:
     """Return a namespace of blocks with ``parts``."""
     return Namespace(
         model="replayed",
@@ -181,7 +184,7 @@ def namespace(parts: tuple[PartSpec, ...]) -> Namespace:
         dtype="bfloat16",
         kv_cache_dtype="auto",
         quantization="",
-        block_tokens=BLOCK_TOKENS,
+        block_tokens=block_tokens,
         engine_block_tokens=16,
         tensor_parallel_size=1,
         attention_backend="",
@@ -204,9 +207,8 @@ def replay(
     """Replay one trace through one pool; ``steps`` are those of a hybrid model."""
     began = time.monotonic()
     hybrid = steps is not None
-    run = Replay(
-        pool_bytes, retention, (PAGES, STATE) if hybrid else (PAGES,), steps or Steps(1, 0)
-    )
+    parts = (PAGES, STATE) if hybrid else (PAGES,)
+    run = Replay(pool_bytes, retention, namespace(parts), steps or Steps(1, 0))
     hit_ratio = run.run(requests)
     run.pool.check_invariants()
     statistics = run.pool.statistics()
@@ -282,7 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hybrid", action="store_true")
     parser.add_argument("--ratios", default=",".join(map(str, STATE_RATIOS)), help="of states")
     parser.add_argument("--step-tokens", type=int, default=16_384, help="of an engine's step")
-    parser.add_argument("--inner-pages", type=float, default=8, help="0: the state of each step")
+    parser.add_argument(
+        "--inner-pages", type=float, default=INNER_PAGES, help="0: the state of each step"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.hybrid:

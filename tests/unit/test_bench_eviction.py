@@ -76,7 +76,7 @@ def test_within_a_prompt_states_are_stored_as_their_pages_allow(
     run = eviction.Replay(
         1000 * eviction.PAGES_BYTES,
         Retention(),
-        (eviction.PAGES, eviction.STATE),
+        eviction.namespace((eviction.PAGES, eviction.STATE)),
         eviction.Steps(8, inner_blocks),
     )
     run.run([eviction.Request(1, 96 * BLOCK + 1, keys)])
