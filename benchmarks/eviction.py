@@ -119,10 +119,9 @@ class Replay:
             retention=retention,
         )
         self.has_states = len(namespace.parts) > 1
+        self.namespace_id = self.pool.add_namespace(namespace)
         self.session = self.pool.open_session(
-            replica="replayed",
-            namespace_id=self.pool.add_namespace(namespace),
-            num_ranks=1,
+            replica="replayed", namespace_id=self.namespace_id, num_ranks=1
         )
 
     def run(self, requests: Iterable[Request]) -> float:
