@@ -35,8 +35,8 @@ EXACT_RATIO_MAX = 0.5
 NUM_TOKENS = 16
 NUM_LOGPROBS = 20
 AGAIN_REPEATS = 3
-STEP_TOKENS_MAX = 16_384
-"""Of an engine that is not told."""
+DIVERGING_TOKENS_MAX = 10_000
+"""Of prompts that share half a step, where that is so long."""
 SAME_MAX = 0.15
 """Between two ways to cut the same prompt into steps; a wrong state changes several times that."""
 
@@ -172,7 +172,8 @@ def ask_later(bench: Bench, case: Case, *, mended: bool) -> Answer:
 def diverging(bench: Bench, number: int) -> None:
     """Add rows of pairs of prompts of which the second hits attention pages alone."""
     block, step = bench.on.facts.block_tokens, bench.on.facts.step_tokens
-    shared = max(1, step // block // 2) * block
+    most = DIVERGING_TOKENS_MAX // block - 2
+    shared = max(1, min(step // block // 2, most)) * block
     cases: list[Case] = []
     for i in range(number):
         bench.clock.say(f"diverging hits, {i + 1} of {number}")
@@ -234,8 +235,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 def longest(asked: argparse.Namespace) -> int:
     """Return the tokens of the longest prompt."""
-    # Those of diverging are half a step and two blocks long.
-    diverging_max = asked.engine.get("max_num_batched_tokens", STEP_TOKENS_MAX)
+    diverging_max = DIVERGING_TOKENS_MAX if "diverging" in asked.order and asked.diverging else 1
     return max((*counts(asked.lengths), *counts(asked.exact), diverging_max))
 
 

@@ -212,9 +212,9 @@ class Replica:
         """Copy the pool's memory to the second GPU that the engine sees (see ``peer.py``)."""
         self._call("refresh_mirror")
 
-    def read_mirror(self, *, enabled: bool) -> None:
-        """Let loads come from that copy, or from the pool again."""
-        self._call("read_mirror", enabled)
+    def read_mirror(self, *, enabled: bool) -> int:
+        """Let loads come from that copy, or from the pool again; return how many have so far."""
+        return self._call("read_mirror", enabled)
 
     def trace_begin(self) -> None:
         """Note from now on when the parts of a request begin and end."""
@@ -358,8 +358,9 @@ class _Engine:
             self._mirror = Mirror(_connectors_worker())
         self._mirror.refresh()
 
-    def read_mirror(self, enabled: bool) -> None:  # noqa: FBT001 - comes over the pipe
+    def read_mirror(self, enabled: bool) -> int:  # noqa: FBT001 - comes over the pipe
         self._mirror.read(enabled=enabled)
+        return self._mirror.num_loads
 
     def trace_begin(self) -> None:
         from tracing import Tracer

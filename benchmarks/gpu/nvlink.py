@@ -85,7 +85,7 @@ def scattered(source: int, target: int, num_pages: int, page: int) -> tuple[Addr
 
 
 class Reader:
-    """Copies the other GPU's pages to its own, by three routes."""
+    """Copies the other GPU's pages to its own, by two routes."""
 
     def __init__(self, theirs: torch.Tensor, page: int) -> None:
         num_pages = theirs.numel() // page

@@ -28,11 +28,14 @@ class Mirror:
         offset = (self._bytes.data_ptr() - self._arena.address) % 2**64
         self._offset = np.uint64(offset)
         self._is_read = False
+        self.num_loads = 0
+        """How many have come from here."""
         engine = worker._copy_engine  # noqa: SLF001
         submit = engine.submit
 
         def submit_from_peer(direction: Direction, copies: Copies, **more: Any) -> None:  # noqa: ANN401
             if self._is_read and direction is Direction.LOAD:
+                self.num_loads += 1
                 # Unsigned: what overflows comes out right.
                 copies = Copies(copies.sources + self._offset, copies.targets, copies.lengths)
             submit(direction, copies, **more)
@@ -48,8 +51,10 @@ class Mirror:
             stop = min(start + CHUNK_BYTES, size_bytes)
             self._bytes[start:stop].copy_(host[start:stop])
         if torch.cuda.is_available():
-            # torch lets a device reach the one that it copies from.
-            torch.zeros(8, dtype=torch.uint8, device="cuda:0").copy_(self._bytes[:8])
+            # torch lets the device that a copy comes from reach the other one: either way once.
+            own = torch.zeros(8, dtype=torch.uint8, device="cuda:0")
+            own.copy_(self._bytes[:8])
+            torch.zeros(8, dtype=torch.uint8, device=PEER).copy_(own)
             torch.cuda.synchronize(PEER)
             torch.cuda.synchronize()
 

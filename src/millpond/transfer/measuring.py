@@ -25,7 +25,7 @@ _SLOT_BYTES: Final = 4 * MIB
 _NUM_COPIES: Final = 4
 """Of the sample, one behind the other: what it costs to notice their end is then small."""
 _SMALL_BYTES: Final = 4096
-_NUM_TRIES: Final = 5
+_NUM_TRIES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +103,37 @@ def measure(
     return Measured(link, by_route, time.monotonic() - started_s)
 
 
-def small_copies_wait(sample: Sample) -> bool:
-    """Say whether small copies to the GPU wait for large ones of another stream, queued before.
+def small_copies_wait(sample: Sample, direction: Direction = Direction.LOAD) -> bool:
+    """Say whether a small copy waits for large ones of another stream that were queued before it.
 
-    In each of some tries: one in which the host was late to see the small one looks the same.
+    If so, it does each time. Tries in which it was queued too late count for nothing.
     """
-    streams = torch.cuda.Stream(sample.device.device), torch.cuda.Stream(sample.device.device)
-    _small_copy_waits(sample, *streams)  # new streams are slow at first
-    return all(_small_copy_waits(sample, *streams) for _ in range(_NUM_TRIES))
+    device = sample.device.device
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    tries = [_small_copy_waits(sample, direction, *streams) for _ in range(_NUM_TRIES)]
+    found = [waits for waits in tries[1:] if waits is not None]  # new streams are slow at first
+    return bool(found) and all(found)
 
 
-def _small_copy_waits(sample: Sample, large: torch.cuda.Stream, small: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(large):
-        for _ in range(_NUM_COPIES):
-            sample.device[_SMALL_BYTES:].copy_(sample.host[_SMALL_BYTES:], non_blocking=True)
-        end = large.record_event()
-    with torch.cuda.stream(small):
-        sample.device[:_SMALL_BYTES].copy_(sample.host[:_SMALL_BYTES], non_blocking=True)
+def _small_copy_waits(
+    sample: Sample, direction: Direction, large: torch.cuda.Stream, small: torch.cuda.Stream
+) -> bool | None:
+    """Try it, by the device's clock; None if the large ones ended before the small one began."""
+    source, target = sample.host.data_ptr(), sample.device.data_ptr()
+    if direction is Direction.STORE:
+        source, target = target, source
+    begin, done, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    num_bytes = SAMPLE_BYTES - _SMALL_BYTES
+    for _ in range(_NUM_COPIES):
+        cudart.copy_one(source + _SMALL_BYTES, target + _SMALL_BYTES, num_bytes, large.cuda_stream)
+    end.record(large)
+    begin.record(small)
+    cudart.copy_one(source, target, _SMALL_BYTES, small.cuda_stream)
+    done.record(small)
     small.synchronize()
-    waited = end.query()
-    end.synchronize()
-    return waited
+    large.synchronize()
+    left_ms = begin.elapsed_time(end)
+    return begin.elapsed_time(done) > left_ms / 2 if left_ms > 0 else None
 
 
 def log_measured(measured: Measured) -> None:

@@ -29,7 +29,7 @@ class Registration:
     that lie in a registered prefix can be copied at once; others cannot be copied yet. ``prepare``
     runs first in each thread, ``on_first`` once the first piece is registered and before it counts,
     ``on_failure`` where one cannot be, each in the thread that did it. ``is_busy`` says whether
-    others use the device: as long as each piece takes, they are left to it before the next.
+    others use the device: for as long as a registration took, they are left to it before the next.
     """
 
     def __init__(
@@ -124,7 +124,9 @@ class Registration:
         start, num_bytes = self._pieces[index]
         if not self._wait_touched(start + num_bytes):
             return None
-        map_touched(self.arena, start, num_bytes)  # keeps no kernel waiting
+        map_touched(self.arena, start, num_bytes)  # other threads can launch kernels meanwhile
+        if self._stopping.is_set():
+            return None
         began_s = time.monotonic()
         try:
             cudart.register_host(self.arena.address + start, num_bytes)

@@ -13,8 +13,8 @@
     ending thread      waits for the end on the device, then ``on_done``
 
 Small copies of the engine's own may queue behind all copies of the same direction that are on
-any stream: the tokens that a step gives, behind stores (H200: 53 ms behind 3 GB); the inputs of a
-step, behind loads, on some machines. On those loads come, beside an engine that computes, in
+any stream: the tokens that a step gives, behind stores (H200: 59 ms behind 4 GiB); the inputs of
+a step, behind loads, on some machines. There, beside an engine that computes, loads come in
 portions that end before the next step's inputs, one at a time and none before its fence is
 passed. Stores come with the next step, or some milliseconds later, when the copy of the tokens
 of their own step has been queued.
