@@ -16,7 +16,6 @@ memory, and says nothing. Ends with 1 where tokens differ, or where nothing was 
 """
 
 import argparse
-from dataclasses import replace
 
 from engines import Replica
 from runs import (
@@ -25,17 +24,13 @@ from runs import (
     Prompts,
     Results,
     counts,
-    engine_arguments,
     gpus_for,
     loaded_bytes,
     median,
     parser,
     prefill_s,
     rounded,
-    running,
-    running_pool,
-    start_of,
-    warm_up,
+    running_pair,
 )
 
 HOST, PEER, LOCAL = "host", "peer", "local"
@@ -83,28 +78,16 @@ def run(asked: argparse.Namespace, results: Results) -> None:
     longest = max(lengths)
     clock = Clock(80 + sum(prefill_s(n) + repeats * 2.0 for n, repeats in lengths.items()))
     prompts = Prompts(asked.seed, asked.token_ids)
-    arguments = engine_arguments(asked, longest)
     first, second = gpus_for(2, same=False)  # two, or none at all
-    with running_pool(asked) as socket:
-        starts = {
-            name: start_of(arguments, gpu, name=name, socket=socket)
-            for name, gpu in (("a", first), ("b", second))
-        }
-        if first is not None:
-            starts["b"] = replace(starts["b"], gpu=f"{second},{first}")
-        with running(starts) as (a, b):
-            pool = Pool(socket)
-            pool.wait_joined("a", "b")
-            pool.wait_registered(a, b)
-            results.facts(a.facts)
-            warm_up((a, b), prompts, longest)
-            for length, repeats in lengths.items():
-                clock.say(f"{length} tokens, {repeats} times each way")
-                row = measure((a, b), pool, prompts.draw(length), repeats)
-                results.row(**row)
-                results.true(f"same tokens at {length}", holds=bool(row["same_tokens"]))
-                is_loaded = row["loaded_bytes"] and row["num_peer_loads"] >= repeats
-                results.true(f"loaded either way at {length}", holds=bool(is_loaded))
+    gpus = [first, None if first is None else f"{second},{first}"]
+    with running_pair(asked, longest, prompts, results, gpus) as (a, b, pool):
+        for length, repeats in lengths.items():
+            clock.say(f"{length} tokens, {repeats} times each way")
+            row = measure((a, b), pool, prompts.draw(length), repeats)
+            results.row(**row)
+            results.true(f"same tokens at {length}", holds=bool(row["same_tokens"]))
+            is_loaded = row["loaded_bytes"] and row["num_peer_loads"] >= repeats
+            results.true(f"loaded either way at {length}", holds=bool(is_loaded))
 
 
 def main() -> None:

@@ -234,11 +234,18 @@ def loaded_bytes(status: dict[str, Any], name: str) -> int:
 
 @contextlib.contextmanager
 def running_pair(
-    asked: argparse.Namespace, longest: int, prompts: Prompts, results: "Results"
+    asked: argparse.Namespace,
+    longest: int,
+    prompts: Prompts,
+    results: "Results",
+    gpus: Sequence[str | None] | None = None,
 ) -> Generator[tuple[Replica, Replica, Pool]]:
-    """Start a pool with replicas a and b, on two GPUs or, with --same-gpu, on one; warm them up."""
+    """Start a pool with replicas a and b, on two GPUs or, with --same-gpu, on one; warm them up.
+
+    ``gpus`` is what each of the two sees, if it is not for --same-gpu to say.
+    """
     arguments = engine_arguments(asked, longest)
-    gpus = gpus_for(2, same=asked.same_gpu)
+    gpus = gpus_for(2, same=asked.same_gpu) if gpus is None else gpus
     with running_pool(asked) as socket:
         starts = {
             name: start_of(arguments, gpu, name=name, socket=socket)
