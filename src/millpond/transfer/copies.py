@@ -86,26 +86,34 @@ def plan_copies(
     Engine block 0 is skipped. ``ValueError`` where a table has the wrong shape.
     """
     slot_addresses = np.asarray(slots, np.uint64)
-    ids: dict[int, NDArray[np.uint64]] = {}
-    for group, num in layout.blocks.items():
+    planned: list[Copies] = []
+    for group, runs in _runs(layout, memory).items():
         table = np.asarray(tables[group], np.uint64)
-        if table.shape != (len(slots), num):
-            raise ValueError(f"group {group}: table {table.shape}, not {(len(slots), num)}")
-        ids[group] = table
-    parts: list[Copies] = []
+        if table.shape != (len(slots), layout.blocks[group]):
+            wanted = (len(slots), layout.blocks[group])
+            raise ValueError(f"group {group}: table {table.shape}, not {wanted}")
+        rows, columns = np.nonzero(table != SKIP_BLOCK)
+        address, stride, start, page, length = runs[:, :, None]
+        engine = address + table[rows, columns] * stride
+        slot = start + slot_addresses[rows] + columns.astype(np.uint64) * page
+        lengths = np.broadcast_to(length, engine.shape)
+        store = direction is Direction.STORE
+        source, target = (engine, slot) if store else (slot, engine)
+        planned.append(Copies(source.ravel(), target.ravel(), lengths.ravel()))
+    return Copies.concatenate(planned)
+
+
+def _runs(layout: PartLayout, memory: Sequence[LayerMemory]) -> dict[int, NDArray[np.uint64]]:
+    """Return the dense runs of bytes that the pages of each group have, as five rows.
+
+    The run's address in block 0 and the stride from block to block; its start in a slot's first
+    page of the layer and the stride from page to page; its bytes.
+    """
+    runs: dict[int, list[tuple[int, ...]]] = {group: [] for group in layout.blocks}
     for layer, place, start in zip(layout.layers, memory, layout.layer_offsets(), strict=True):
-        table = ids[layer.group]
-        wanted = table != SKIP_BLOCK
-        blocks = table[wanted]
-        page_starts = np.arange(table.shape[1], dtype=np.uint64) * np.uint64(layer.page_bytes)
-        slot_pages = (slot_addresses[:, None] + np.uint64(start) + page_starts[None, :])[wanted]
-        engine_pages = np.uint64(place.address) + blocks * np.uint64(place.geometry.stride_bytes)
-        packed = 0
-        for segment in place.geometry.segments:
-            engine = engine_pages + np.uint64(segment.offset_bytes)
-            slot = slot_pages + np.uint64(packed)
-            lengths = np.full(len(blocks), segment.num_bytes, np.uint64)
-            store = direction is Direction.STORE
-            parts.append(Copies(engine, slot, lengths) if store else Copies(slot, engine, lengths))
-            packed += segment.num_bytes
-    return Copies.concatenate(parts)
+        position = start
+        for offset_bytes, num_bytes in place.geometry.segments:
+            address, stride = place.address + offset_bytes, place.geometry.stride_bytes
+            runs[layer.group].append((address, stride, position, layer.page_bytes, num_bytes))
+            position += num_bytes
+    return {group: np.array(rows, np.uint64).reshape(-1, 5).T for group, rows in runs.items()}
