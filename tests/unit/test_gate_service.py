@@ -24,7 +24,14 @@ from millpond.gate.service import (
     run_cases,
 )
 from millpond.gate.service_cases import Case, cases_for
-from millpond.gate.service_pair import CannotCheck, Mismatch, Pair, PairOptions, Place
+from millpond.gate.service_pair import (
+    CannotCheck,
+    Mismatch,
+    Pair,
+    PairOptions,
+    Place,
+    Rounding,
+)
 from millpond.launch.engine_client import Completion
 from millpond.model.errors import ConfigError, DaemonGone, InvariantBroken, SetupError
 
@@ -122,6 +129,54 @@ def test_too_many_close_calls_are_a_mismatch(
     else:
         with pytest.raises(Mismatch, match=f"more than {num_close - 1} of {num_tokens} tokens"):
             pair.compare_in_batch([70], mine, "x", replica="b")
+
+
+@pytest.mark.parametrize(
+    ("found", "odds", "tokens", "is_right"),
+    [
+        (Rounding(0.0, 0), -1.19, [1] * 8, True),  # twice the tolerance of 0.1
+        (Rounding(0.0, 0), -1.21, [1] * 8, False),
+        (Rounding(0.3, 0), -1.59, [1] * 8, True),
+        (Rounding(0.3, 0), -1.61, [1] * 8, False),
+        (Rounding(0.3, 0), nan, [1] * 8, False),
+        (Rounding(0.0, 2), -1.0, [9] * 4 + [1] * 4, True),
+        (Rounding(0.0, 2), -1.0, [9] * 5 + [1] * 3, False),
+    ],
+)
+def test_what_a_batch_does_without_the_pool_is_no_mismatch(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    found: Rounding,
+    odds: float,
+    tokens: list[int],
+    is_right: bool,
+) -> None:
+    def reference(_: list[int], *, replica: str, num_tokens: int) -> Completion:
+        assert replica == "b"
+        return answer([1] * num_tokens, [-1.0] * num_tokens)
+
+    monkeypatch.setattr(pair, "reference", reference)
+    mine = answer(tokens, [odds] * len(tokens))
+    if is_right:
+        assert pair.compare_in_batch([70], mine, "x", replica="b", rounding=found) == 8
+    else:
+        with pytest.raises(Mismatch):
+            pair.compare_in_batch([70], mine, "x", replica="b", rounding=found)
+
+
+def test_the_rounding_of_a_batch_is_the_largest_of_its_answers(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_at_once = {70: answer([1, 1, 1], [-1.0, -1.3, -1.0]), 71: answer([9, 9, 1], [-1.1] * 3)}
+
+    def reference(ids: list[int], *, replica: str, num_tokens: int) -> Completion:
+        if replica == "a":
+            return all_at_once[ids[0]]
+        return answer([1] * num_tokens, [-1.0] * num_tokens)
+
+    monkeypatch.setattr(pair, "reference", reference)
+    found = pair.rounding_in_batch([[70], [71]], replica="a", alone_at="b", num_tokens=3)
+    assert found == Rounding(pytest.approx(0.3), 2)
 
 
 def test_prompts_follow_the_seed_and_fit(pair: Pair) -> None:

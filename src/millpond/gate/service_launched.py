@@ -113,8 +113,14 @@ class Launched:
         if not any(pair.report(answer).loaded_tokens for answer in answers):
             raise Mismatch("none of the requests loaded its prefix")
         pair.settle()
+        # With each token of a batch rounding adds up: how far, the same crowd shows without a pool.
+        rounding = pair.rounding_in_batch(
+            prompts, replica=A, alone_at=B, num_tokens=_PREEMPTED_TOKENS
+        )
         return sum(
-            pair.compare_in_batch(ids, answer, f"request {i} of a crowd", replica=B)
+            pair.compare_in_batch(
+                ids, answer, f"request {i} of a crowd", replica=B, rounding=rounding
+            )
             for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
         )
 

@@ -10,7 +10,7 @@ Both go by fields of the request alone, so that the replicas need no restart and
 
 import secrets
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +35,8 @@ _POLL_S: Final = 0.005
 _CLOSE_CALLS_MAX: Final = 2
 _CLOSE_SHARE_MAX: Final = 0.05
 """Of an answer's tokens, whichever is more, may be others because they were equally likely."""
+_ROUNDING_RATIO_MAX: Final = 2
+"""Of a batch with the pool to one without: no two batches are cut alike."""
 _TOKEN_IDS: Final = range(10, 2000)
 """Ids that every model's vocabulary has."""
 
@@ -45,6 +47,17 @@ class Mismatch(Exception):
 
 class CannotCheck(Exception):
     """A case says nothing here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far answers of a batch were from those of requests alone, without the pool.
+
+    The largest difference of a log-probability, and the most close calls in an answer.
+    """
+
+    difference: float
+    num_close: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,47 +156,89 @@ class Pair:
                 f"{what}: tokens {list(answer.token_ids)}, {list(reference.token_ids)} without "
                 "the pool"
             )
-        self._compare_odds(answer.logprobs, reference.logprobs, what)
+        self._compare_odds(answer.logprobs, reference.logprobs, what, self.options.tolerance)
         return len(answer.token_ids)
 
     def compare_in_batch(
-        self, ids: Sequence[int], answer: Completion, what: str, *, replica: str
+        self,
+        ids: Sequence[int],
+        answer: Completion,
+        what: str,
+        *,
+        replica: str,
+        rounding: Rounding | None = None,
     ) -> int:
         """As ``compare``, for a request that the engine computed in one batch with others.
 
         There rounding differs from step to step: where two tokens are equally likely within
         the tolerance, either may be the answer. What follows is compared with what ``replica``
         says without the pool to the prompt and the answer so far. An answer with many of
-        these is a mismatch: rounding does not explain it.
+        these is a mismatch: rounding does not explain it. With ``rounding``, what the same batch
+        does without the pool, twice as much is equal, of that or of the tolerance.
         """
-        num_done, num_tokens, num_close = 0, len(answer.token_ids), 0
+        num_close, num_tokens = 0, len(answer.token_ids)
         num_close_max = max(_CLOSE_CALLS_MAX, int(_CLOSE_SHARE_MAX * num_tokens))
-        while num_done < num_tokens:
-            known = [*ids, *answer.token_ids[:num_done]]
-            reference = self.reference(known, replica=replica, num_tokens=num_tokens - num_done)
-            pairs = zip(answer.token_ids[num_done:], reference.token_ids, strict=True)
-            num_same = next((i for i, (x, y) in enumerate(pairs) if x != y), num_tokens - num_done)
-            # The first token that differs too: both were the likeliest, each by its own sums.
-            stop = min(num_done + num_same + 1, num_tokens)
-            mine = answer.logprobs[num_done:stop]
-            self._compare_odds(mine, reference.logprobs[: len(mine)], what)
-            num_close += num_done + num_same < num_tokens
+        most = self.options.tolerance
+        if rounding is not None:
+            num_close_max = max(num_close_max, _ROUNDING_RATIO_MAX * rounding.num_close)
+            most = _ROUNDING_RATIO_MAX * max(most, rounding.difference)
+        for mine, theirs, is_close in self._pieces(ids, answer, replica):
+            self._compare_odds(mine, theirs, what, most)
+            num_close += is_close
             if num_close > num_close_max:
                 raise Mismatch(
                     f"{what}: more than {num_close_max} of {num_tokens} tokens differ from those "
                     "without the pool, too many for rounding"
                 )
-            num_done = stop
         self.num_close_calls += num_close
         return num_tokens
 
-    def _compare_odds(self, mine: Sequence[float], theirs: Sequence[float], what: str) -> None:
+    def rounding_in_batch(
+        self, prompts: Sequence[Sequence[int]], *, replica: str, alone_at: str, num_tokens: int
+    ) -> Rounding:
+        """Return how far a batch is from requests alone: all at once at ``replica``, no pool."""
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            asked = [
+                threads.submit(self.reference, ids, replica=replica, num_tokens=num_tokens)
+                for ids in prompts
+            ]
+            answers = [one.result() for one in asked]
+        difference, num_close = 0.0, 0
+        for ids, answer in zip(prompts, answers, strict=True):
+            pieces = list(self._pieces(ids, answer, alone_at))
+            num_close = max(num_close, sum(is_close for *_, is_close in pieces))
+            odds = [pair for mine, theirs, _ in pieces for pair in zip(mine, theirs, strict=True)]
+            difference = max(difference, *(abs(x - y) for x, y in odds))
+        return Rounding(difference, num_close)
+
+    def _pieces(
+        self, ids: Sequence[int], answer: Completion, replica: str
+    ) -> Iterator[tuple[Sequence[float], Sequence[float], bool]]:
+        """Yield log-probabilities of an answer, those without the pool, and whether it goes on.
+
+        A piece ends with the first token that differs: both were the likeliest, each by its own
+        sums. The next is compared with what follows the answer so far.
+        """
+        num_done, num_tokens = 0, len(answer.token_ids)
+        while num_done < num_tokens:
+            known = [*ids, *answer.token_ids[:num_done]]
+            reference = self.reference(known, replica=replica, num_tokens=num_tokens - num_done)
+            pairs = zip(answer.token_ids[num_done:], reference.token_ids, strict=True)
+            num_same = next((i for i, (x, y) in enumerate(pairs) if x != y), num_tokens - num_done)
+            stop = min(num_done + num_same + 1, num_tokens)
+            theirs = reference.logprobs[: stop - num_done]
+            yield answer.logprobs[num_done:stop], theirs, num_done + num_same < num_tokens
+            num_done = stop
+
+    def _compare_odds(
+        self, mine: Sequence[float], theirs: Sequence[float], what: str, most: float
+    ) -> None:
         for x, y in zip(mine, theirs, strict=True):
             difference = abs(x - y)
-            if not difference <= self.options.tolerance:  # which is so for what is no number, too
+            if not difference <= most:  # which is so for what is no number, too
                 raise Mismatch(
                     f"{what}: a log-probability differs by {difference:.4f} from that without "
-                    f"the pool, by at most {self.options.tolerance:g} is equal"
+                    f"the pool, by at most {most:.4g} is equal"
                 )
 
     def is_changed(self, answer: Completion, reference: Completion) -> bool:
