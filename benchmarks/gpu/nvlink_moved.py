@@ -12,7 +12,7 @@ to keep blocks in a's own cache is not in these figures. Local hits in between. 
 meanwhile: nvlink.py.
 
 A 27B hybrid in fp8 on two H200s takes about two minutes. Without a GPU the mirror lies in host
-memory, and says nothing. Ends with 1 where tokens differ, or where nothing was loaded either way.
+memory, and says nothing. Ends with 1 where tokens differ, or where one way loaded nothing.
 """
 
 import argparse

@@ -136,11 +136,15 @@ def test_too_many_close_calls_are_a_mismatch(
     [
         (Rounding(0.0, 0), -1.19, [1] * 8, True),  # twice the tolerance of 0.1
         (Rounding(0.0, 0), -1.21, [1] * 8, False),
-        (Rounding(0.3, 0), -1.59, [1] * 8, True),
-        (Rounding(0.3, 0), -1.61, [1] * 8, False),
-        (Rounding(0.3, 0), nan, [1] * 8, False),
-        (Rounding(0.0, 2), -1.0, [9] * 4 + [1] * 4, True),
-        (Rounding(0.0, 2), -1.0, [9] * 5 + [1] * 3, False),
+        (Rounding(0.12, 0), -1.23, [1] * 8, True),
+        (Rounding(0.12, 0), -1.25, [1] * 8, False),
+        (Rounding(0.3, 0), -1.29, [1] * 8, True),  # three times the tolerance, and no more
+        (Rounding(0.3, 0), -1.31, [1] * 8, False),
+        (Rounding(0.12, 0), nan, [1] * 8, False),
+        (Rounding(0.0, 2), -1.0, [9] * 4 + [1] * 16, True),
+        (Rounding(0.0, 2), -1.0, [9] * 5 + [1] * 15, False),
+        (Rounding(0.0, 4), -1.0, [9] * 4 + [1] * 16, True),  # a fifth, and no more
+        (Rounding(0.0, 4), -1.0, [9] * 5 + [1] * 15, False),
     ],
 )
 def test_what_a_batch_does_without_the_pool_is_no_mismatch(
@@ -158,7 +162,7 @@ def test_what_a_batch_does_without_the_pool_is_no_mismatch(
     monkeypatch.setattr(pair, "reference", reference)
     mine = answer(tokens, [odds] * len(tokens))
     if is_right:
-        assert pair.compare_in_batch([70], mine, "x", replica="b", rounding=found) == 8
+        assert pair.compare_in_batch([70], mine, "x", replica="b", rounding=found) == len(tokens)
     else:
         with pytest.raises(Mismatch):
             pair.compare_in_batch([70], mine, "x", replica="b", rounding=found)
@@ -167,7 +171,13 @@ def test_what_a_batch_does_without_the_pool_is_no_mismatch(
 def test_the_rounding_of_a_batch_is_the_largest_of_its_answers(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    all_at_once = {70: answer([1, 1, 1], [-1.0, -1.3, -1.0]), 71: answer([9, 9, 1], [-1.1] * 3)}
+    all_at_once = {
+        70: answer([1] * 9 + [9], [-1.0] * 8 + [-1.25, -1.0]),
+        71: answer([9, 9] + [1] * 8, [-1.1] * 10),
+        72: answer([1] * 10, [-1.31] * 10),
+        73: answer([1] * 10, [nan] * 10),
+        74: answer([9, 9, 9] + [1] * 7, [-1.0] * 10),
+    }
 
     def reference(ids: list[int], *, replica: str, num_tokens: int) -> Completion:
         if replica == "a":
@@ -175,8 +185,17 @@ def test_the_rounding_of_a_batch_is_the_largest_of_its_answers(
         return answer([1] * num_tokens, [-1.0] * num_tokens)
 
     monkeypatch.setattr(pair, "reference", reference)
-    found = pair.rounding_in_batch([[70], [71]], replica="a", alone_at="b", num_tokens=3)
-    assert found == Rounding(pytest.approx(0.3), 2)
+
+    def rounding(*prompts: int) -> Rounding:
+        asked = [[first] for first in prompts]
+        return pair.rounding_in_batch(asked, replica="a", alone_at="b", num_tokens=10)
+
+    found = rounding(70, 71)
+    assert found.difference == pytest.approx(0.25)
+    assert found.num_close == 2, "of one answer: there are three in all"
+    for too_far in (72, 73, 74):
+        with pytest.raises(CannotCheck, match="without the pool"):
+            rounding(70, too_far)
 
 
 def test_prompts_follow_the_seed_and_fit(pair: Pair) -> None:

@@ -117,6 +117,42 @@ def test_planned_copies_move_every_byte_and_no_other(direction: Direction) -> No
     np.testing.assert_array_equal(slots, want)
 
 
+def test_layers_of_one_group_may_differ_in_all() -> None:
+    pages = {"l0": (0, 48), "l1": (1, 16), "l2": (0, 24), "l3": (1, 32)}
+    layout = PartLayout(
+        "part", tuple(LayerPages(name, *page) for name, page in pages.items()), {0: 2, 1: 1}
+    )
+    places = [
+        LayerMemory(10_000, PageGeometry(64, (Segment(0, 48),))),
+        LayerMemory(20_000, PageGeometry(16, (Segment(0, 4), Segment(800, 12)))),
+        LayerMemory(30_000, PageGeometry(100, (Segment(8, 8), Segment(24, 16)))),
+        LayerMemory(40_000, PageGeometry(32, (Segment(0, 32),))),
+    ]
+    tables = {0: [[3, 0], [5, 2]], 1: [[7], [0]]}
+    slots = [1_000, 2_000]
+    wanted: set[tuple[int, int, int]] = set()
+    for layer, place, start in zip(layout.layers, places, layout.layer_offsets(), strict=True):
+        for slot, row in zip(slots, tables[layer.group], strict=True):
+            for page, block in enumerate(row):
+                target = slot + start + page * layer.page_bytes
+                for segment in place.geometry.segments:
+                    source = place.address + block * place.geometry.stride_bytes
+                    if block:
+                        wanted.add((source + segment.offset_bytes, target, segment.num_bytes))
+                    target += segment.num_bytes
+    planned = plan_copies(Direction.STORE, layout, places, tables, slots)
+    found = list(
+        zip(
+            planned.sources.tolist(),
+            planned.targets.tolist(),
+            planned.lengths.tolist(),
+            strict=True,
+        )
+    )
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
+
+
 def test_a_table_of_the_wrong_shape_is_refused() -> None:
     layout = PartLayout("attention", (LayerPages("l0", 0, 48),), {0: 2})
     memory = (LayerMemory(0, PageGeometry(48, (Segment(0, 48),))),)

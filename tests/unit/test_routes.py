@@ -127,7 +127,7 @@ class Played:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.late_ms = 0.0
-        self.waits = False
+        self.waits = self.shares_a_queue = False
         self.directions: list[bool] = []
         self._end_ms = dict.fromkeys(("large", "small"), 0.0)
         monkeypatch.setattr(measuring.cudart, "copy_one", self._copy)
@@ -146,12 +146,13 @@ class Played:
 
     def _event(self, *, enable_timing: bool) -> Any:  # noqa: ANN401 - stands for torch's
         assert enable_timing
-        event = SimpleNamespace()
+        event = SimpleNamespace(query=lambda: event.at_ms <= self.late_ms)
 
         def record(stream: Any) -> None:  # noqa: ANN401
             event.at_ms = max(self._end_ms[stream.cuda_stream], 0.0)
             if stream.cuda_stream == "small":
-                event.at_ms = max(event.at_ms, self.late_ms)
+                behind_ms = self._end_ms["large"] + 0.001 if self.shares_a_queue else 0.0
+                event.at_ms = max(event.at_ms, self.late_ms, behind_ms)
 
         event.record = record
         event.elapsed_time = lambda other: other.at_ms - event.at_ms
@@ -170,6 +171,14 @@ def test_a_small_copy_is_judged_by_the_devices_clock(
     device.late_ms, device.waits = late_ms, waits
     assert _tried(device, direction) is found
     assert set(device.directions) == {direction is LOAD}
+
+
+def test_streams_that_share_a_queue_make_small_copies_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Played(monkeypatch)
+    device.waits = device.shares_a_queue = True
+    assert _tried(device, LOAD) is True
 
 
 def test_a_small_copy_that_came_too_late_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,8 @@ class Launched:
         if not any(pair.report(answer).loaded_tokens for answer in answers):
             raise Mismatch("none of the requests loaded its prefix")
         pair.settle()
-        # With each token of a batch rounding adds up: how far, the same crowd shows without a pool.
+        # With each token of a batch rounding adds up: the same crowd shows how far, without the
+        # pool. If nothing is preempted this time, less is equal.
         rounding = pair.rounding_in_batch(
             prompts, replica=A, alone_at=B, num_tokens=_PREEMPTED_TOKENS
         )

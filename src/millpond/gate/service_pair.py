@@ -37,6 +37,9 @@ _CLOSE_SHARE_MAX: Final = 0.05
 """Of an answer's tokens, whichever is more, may be others because they were equally likely."""
 _ROUNDING_RATIO_MAX: Final = 2
 """Of a batch with the pool to one without: no two batches are cut alike."""
+_CROWD_RATIO_MAX: Final = 3
+_CROWD_CLOSE_SHARE_MAX: Final = 0.2
+"""More than so many times the tolerance, or such a share of other tokens, is no rounding."""
 _TOKEN_IDS: Final = range(10, 2000)
 """Ids that every model's vocabulary has."""
 
@@ -174,7 +177,7 @@ class Pair:
         the tolerance, either may be the answer. What follows is compared with what ``replica``
         says without the pool to the prompt and the answer so far. An answer with many of
         these is a mismatch: rounding does not explain it. With ``rounding``, what the same batch
-        does without the pool, twice as much is equal, of that or of the tolerance.
+        does without the pool, twice as much is equal, of that or of the tolerance, up to a limit.
         """
         num_close, num_tokens = 0, len(answer.token_ids)
         num_close_max = max(_CLOSE_CALLS_MAX, int(_CLOSE_SHARE_MAX * num_tokens))
@@ -182,6 +185,8 @@ class Pair:
         if rounding is not None:
             num_close_max = max(num_close_max, _ROUNDING_RATIO_MAX * rounding.num_close)
             most = _ROUNDING_RATIO_MAX * max(most, rounding.difference)
+            num_close_max = min(num_close_max, int(_CROWD_CLOSE_SHARE_MAX * num_tokens))
+            most = min(most, self._crowd_difference_max)
         for mine, theirs, is_close in self._pieces(ids, answer, replica):
             self._compare_odds(mine, theirs, what, most)
             num_close += is_close
@@ -196,25 +201,46 @@ class Pair:
     def rounding_in_batch(
         self, prompts: Sequence[Sequence[int]], *, replica: str, alone_at: str, num_tokens: int
     ) -> Rounding:
-        """Return how far a batch is from requests alone: all at once at ``replica``, no pool."""
+        """Return how far a batch is from requests alone: all at once at ``replica``, no pool.
+
+        Raises ``CannotCheck`` where that is so far that nothing can be told from it.
+        """
         with ThreadPoolExecutor(len(prompts)) as threads:
             asked = [
                 threads.submit(self.reference, ids, replica=replica, num_tokens=num_tokens)
                 for ids in prompts
             ]
             answers = [one.result() for one in asked]
+        found = [
+            self._rounding(ids, answer, alone_at)
+            for ids, answer in zip(prompts, answers, strict=True)
+        ]
+        return Rounding(max(one.difference for one in found), max(one.num_close for one in found))
+
+    def _rounding(self, ids: Sequence[int], answer: Completion, replica: str) -> Rounding:
         difference, num_close = 0.0, 0
-        for ids, answer in zip(prompts, answers, strict=True):
-            pieces = list(self._pieces(ids, answer, alone_at))
-            num_close = max(num_close, sum(is_close for *_, is_close in pieces))
-            odds = [pair for mine, theirs, _ in pieces for pair in zip(mine, theirs, strict=True)]
-            difference = max(difference, *(abs(x - y) for x, y in odds))
+        num_close_max = int(_CROWD_CLOSE_SHARE_MAX * len(answer.token_ids))
+        for mine, theirs, is_close in self._pieces(ids, answer, replica):
+            differences = [abs(x - y) for x, y in zip(mine, theirs, strict=True)]
+            num_close += is_close
+            if num_close > num_close_max or not all(
+                one <= self._crowd_difference_max for one in differences
+            ):
+                raise CannotCheck(
+                    f"without the pool a request of a crowd has {num_close} other tokens than "
+                    f"alone, and log-probabilities that differ by {max(differences):.4f}"
+                )
+            difference = max(difference, *differences)
         return Rounding(difference, num_close)
+
+    @property
+    def _crowd_difference_max(self) -> float:
+        return _CROWD_RATIO_MAX * self.options.tolerance
 
     def _pieces(
         self, ids: Sequence[int], answer: Completion, replica: str
     ) -> Iterator[tuple[Sequence[float], Sequence[float], bool]]:
-        """Yield log-probabilities of an answer, those without the pool, and whether it goes on.
+        """Yield log-probabilities of an answer, those without the pool, and if its last differs.
 
         A piece ends with the first token that differs: both were the likeliest, each by its own
         sums. The next is compared with what follows the answer so far.
