@@ -120,7 +120,11 @@ class Launched:
         )
         return sum(
             pair.compare_in_batch(
-                ids, answer, f"request {i} of a crowd", replica=B, rounding=rounding
+                ids,
+                answer,
+                f"request {i} of a crowd ({pair.report(answer).loaded_tokens} tokens loaded)",
+                replica=B,
+                rounding=rounding,
             )
             for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
         )

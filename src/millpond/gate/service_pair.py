@@ -187,8 +187,10 @@ class Pair:
             most = _ROUNDING_RATIO_MAX * max(most, rounding.difference)
             num_close_max = min(num_close_max, int(_CROWD_CLOSE_SHARE_MAX * num_tokens))
             most = min(most, self._crowd_difference_max)
+        num_seen = 0
         for mine, theirs, is_close in self._pieces(ids, answer, replica):
-            self._compare_odds(mine, theirs, what, most)
+            self._compare_odds(mine, theirs, f"{what}, from token {num_seen} on", most)
+            num_seen += len(mine)
             num_close += is_close
             if num_close > num_close_max:
                 raise Mismatch(
@@ -259,12 +261,13 @@ class Pair:
     def _compare_odds(
         self, mine: Sequence[float], theirs: Sequence[float], what: str, most: float
     ) -> None:
-        for x, y in zip(mine, theirs, strict=True):
-            difference = abs(x - y)
+        differences = [abs(x - y) for x, y in zip(mine, theirs, strict=True)]
+        for i, difference in enumerate(differences):
             if not difference <= most:  # which is so for what is no number, too
                 raise Mismatch(
-                    f"{what}: a log-probability differs by {difference:.4f} from that without "
-                    f"the pool, by at most {most:.4g} is equal"
+                    f"{what}: a log-probability ({i}) differs by {difference:.4f} from that "
+                    f"without the pool, by at most {most:.4g} is equal; later ones by "
+                    f"{[round(later, 2) for later in differences[i + 1 :]]}"
                 )
 
     def is_changed(self, answer: Completion, reference: Completion) -> bool:
