@@ -76,12 +76,16 @@ def hold_pages(asked: Connection, num_bytes: int) -> None:
 # ---------------------------------------------------------------- the replica that wants them
 
 
-def scattered(source: int, target: int, num_pages: int, page: int) -> tuple[Addresses, ...]:
+def places(start: int, num_pages: int, page: int) -> Addresses:
+    """Return where pages lie that follow each other."""
+    return np.uint64(start) + np.arange(num_pages, dtype=np.uint64) * np.uint64(page)
+
+
+def scattered(sources: Addresses, targets: Addresses, page: int) -> tuple[Addresses, ...]:
     """Return sources, targets and lengths of all pages, either side in a random order."""
     chance = np.random.default_rng(1)
-    sources = source + chance.permutation(num_pages).astype(np.uint64) * np.uint64(page)
-    targets = target + chance.permutation(num_pages).astype(np.uint64) * np.uint64(page)
-    return sources.astype(np.uint64), targets.astype(np.uint64), np.full(num_pages, page, np.uint64)
+    sources, targets = chance.permutation(sources), chance.permutation(targets)
+    return sources, targets, np.full(len(sources), page, np.uint64)
 
 
 class Reader:
@@ -96,7 +100,8 @@ class Reader:
         self._own[:page].copy_(theirs[:page])
         torch.zeros(page, dtype=torch.uint8, device="cuda:0").copy_(self._own[:page])
         self._stream = torch.cuda.Stream(device="cuda:1")
-        self._copies = scattered(theirs.data_ptr(), self._own.data_ptr(), num_pages, page)
+        here, there = (places(t.data_ptr(), num_pages, page) for t in (self._own, theirs))
+        self._copies = scattered(there, here, page)
         self._page = page
 
     def routes(self) -> dict[str, Callable[[], None]]:
@@ -141,15 +146,15 @@ class HostReader:
         from millpond.transfer.cuda import CudaDevice
         from millpond.transfer.streams import StreamCopyEngine
 
-        num_bytes = num_pages * page
-        extents = -(-num_bytes // EXTENT_BYTES)
+        num_in_extent = EXTENT_BYTES // page  # no page crosses an extent's end, as no slot does
+        extents = -(-num_pages // num_in_extent)
         self._arena, fd = Arena.create(
             size_bytes=extents * EXTENT_BYTES, extent_bytes=EXTENT_BYTES, epoch=1
         )
         touch(self._arena, fd, stop=threading.Event(), on_progress=lambda _: None)
         os.close(fd)
         torch.cuda.set_device(1)
-        self._own = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:1")
+        self._own = torch.zeros(num_pages * page, dtype=torch.uint8, device="cuda:1")
         self._engine = StreamCopyEngine(CudaDevice(torch.device("cuda", 1)))
         self._engine.adopt(self._arena)
         deadline_s = time.monotonic() + WAIT_S
@@ -157,9 +162,14 @@ class HostReader:
             time.sleep(0.01)
             if time.monotonic() > deadline_s:
                 raise RuntimeError("the pool was not registered in time")
-        self._copies = Copies(
-            *scattered(self._arena.address, self._own.data_ptr(), num_pages, page)
-        )
+        in_pool = np.concatenate(
+            [
+                places(self._arena.address + i * EXTENT_BYTES, num_in_extent, page)
+                for i in range(extents)
+            ]
+        )[:num_pages]
+        targets = places(self._own.data_ptr(), num_pages, page)
+        self._copies = Copies(*scattered(in_pool, targets, page))
 
     def seconds(self) -> float:
         """Return what all pages take."""

@@ -1,7 +1,6 @@
 """The worker's side ends every lease it is told of, also those that it cannot serve."""
 
 from array import array
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,15 +293,14 @@ def test_loads_keep_a_pace_beside_an_engine_that_computes() -> None:
     worker = make_worker(FakeClient())
     worker._begins_steps = True
     engine = worker._copy_engine = Held()
-    link = LinkSpeed(h2d_gb_s=50.0, d2h_gb_s=40.0)
-    for speed in (None, link, replace(link, small_copies_wait=True)):
+    for speed in (None, LinkSpeed(h2d_gb_s=50.0, d2h_gb_s=40.0)):
         worker.tell_link(LinkReport(speed))
         for computes in (True, False):
             step = StepMetadata(computes=computes)
             worker.begin_step(step)
             worker.start_loads(step)
     *before, beside, idle = engine.paces
-    assert [*before, idle] == [None] * 5, "nothing known, nothing that waits, nothing computed"
+    assert [*before, idle] == [None] * 3, "nothing known, or nothing computed"
     assert beside is not None
     assert beside.bytes_per_s == 50e9
 

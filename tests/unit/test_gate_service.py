@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from http.client import IncompleteRead
-from math import nan
+from math import nan, nextafter
 from unittest.mock import MagicMock
 
 import httpx
@@ -196,6 +197,52 @@ def test_the_rounding_of_a_batch_is_the_largest_of_its_answers(
     for too_far in (72, 73, 74):
         with pytest.raises(CannotCheck, match="without the pool"):
             rounding(70, too_far)
+
+
+def test_without_rounding_an_answer_of_a_batch_is_the_same_to_the_last_bit(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.options = replace(pair.options, tolerance=0.0)
+    theirs = answer([1, 2], [-1.0, -2.0])
+
+    def reference(_: list[int], *, replica: str, num_tokens: int) -> Completion:
+        assert (replica, num_tokens) == ("b", 2)
+        return theirs
+
+    monkeypatch.setattr(pair, "reference", reference)
+
+    def compare(tokens: list[int], odds: list[float]) -> int:
+        large = Rounding(9.0, 9)  # would make everything equal
+        return pair.compare_in_batch([70], answer(tokens, odds), "x", replica="b", rounding=large)
+
+    assert compare([1, 2], [-1.0, -2.0]) == 2
+    for tokens, odds in (([1, 2], [-1.0, nextafter(-2.0, 0)]), ([1, 3], [-1.0, -2.0])):
+        assert pair.is_changed(answer(tokens, odds), theirs)
+        with pytest.raises(Mismatch):
+            compare(tokens, odds)
+
+
+@pytest.mark.parametrize("other", [None, "all at once", "prompt", "replica"])
+def test_sums_are_exact_if_no_way_to_ask_changes_a_bit(
+    pair: Pair, other: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say(num_known: int, num_tokens: int, *, is_other: bool) -> Completion:
+        odds = [-float(i) for i in range(num_known, num_known + num_tokens)]
+        odds[-1] = nextafter(odds[-1], 0) if is_other else odds[-1]
+        return answer(list(range(num_known, num_known + num_tokens)), odds)
+
+    def reference(ids: list[int], *, replica: str = "a", num_tokens: int) -> Completion:
+        is_other = other == "replica" and replica == "b"
+        is_other |= other == "prompt" and len(ids) not in launched._TRIED_TOKENS
+        return say(len(ids), num_tokens, is_other=is_other)
+
+    def references(prompts: list[list[int]], *, replica: str, num_tokens: int) -> list[Completion]:
+        assert replica == "b"
+        return [say(len(ids), num_tokens, is_other=other == "all at once") for ids in prompts]
+
+    monkeypatch.setattr(pair, "reference", reference)
+    monkeypatch.setattr(pair, "references", references)
+    assert launched.are_sums_exact(pair) is (other is None)
 
 
 def test_prompts_follow_the_seed_and_fit(pair: Pair) -> None:

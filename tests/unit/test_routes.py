@@ -2,14 +2,11 @@
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from millpond.model.limits import GIB, KIB, MIB
-from millpond.transfer import Direction, measuring
+from millpond.transfer import Direction
 from millpond.transfer.link import LinkSpeed, pcie_link
 from millpond.transfer.registration import PIECE_BYTES, pieces_of
 from millpond.transfer.routes import Route, Routes, fallback, pick
@@ -100,97 +97,3 @@ def test_generation_and_width_come_from_the_system(tmp_path: Path) -> None:
     (device / "max_link_speed").write_text("Unknown\n")
     (device / "current_link_width").write_text("0\n")
     assert pcie_link("0000:1b:00.0", tmp_path) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("tries", "wait"),
-    [
-        ([True] * 6, True),
-        ([False, True, None, None, True, True], True),
-        ([True, True, True, True, True, False], False),
-        ([True, None, None, None, None, None], False),
-    ],
-)
-def test_small_copies_wait_if_they_do_in_each_try_that_says_something_but_the_first(
-    tries: list[bool | None], wait: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    coming = iter(tries)
-    monkeypatch.setattr(measuring, "_small_copy_waits", lambda *_: next(coming))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    sample: Any = SimpleNamespace(device=torch.empty(0))
-    assert measuring.small_copies_wait(sample) is wait
-    assert next(coming, None) is None
-
-
-class Played:
-    """A device on which large copies take 5 ms, beside a host that enqueues when it likes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.late_ms = 0.0
-        self.waits = self.shares_a_queue = False
-        self.directions: list[bool] = []
-        self._end_ms = dict.fromkeys(("large", "small"), 0.0)
-        monkeypatch.setattr(measuring.cudart, "copy_one", self._copy)
-        monkeypatch.setattr(torch.cuda, "Event", self._event)
-
-    def stream(self, name: str) -> Any:  # noqa: ANN401 - stands for torch's
-        return SimpleNamespace(cuda_stream=name, synchronize=lambda: None)
-
-    def _copy(self, source: int, target: int, num_bytes: int, stream: str) -> None:
-        self.directions.append(source < target)
-        if num_bytes > MIB:
-            self._end_ms["large"] += 1.25
-        else:
-            begin_ms = max(self.late_ms, self._end_ms["large"] if self.waits else 0.0)
-            self._end_ms[stream] = begin_ms + 0.01
-
-    def _event(self, *, enable_timing: bool) -> Any:  # noqa: ANN401 - stands for torch's
-        assert enable_timing
-        event = SimpleNamespace(query=lambda: event.at_ms <= self.late_ms)
-
-        def record(stream: Any) -> None:  # noqa: ANN401
-            event.at_ms = max(self._end_ms[stream.cuda_stream], 0.0)
-            if stream.cuda_stream == "small":
-                behind_ms = self._end_ms["large"] + 0.001 if self.shares_a_queue else 0.0
-                event.at_ms = max(event.at_ms, self.late_ms, behind_ms)
-
-        event.record = record
-        event.elapsed_time = lambda other: other.at_ms - event.at_ms
-        return event
-
-
-@pytest.mark.parametrize(
-    ("late_ms", "waits", "found"),
-    [(0.0, True, True), (0.0, False, False), (4.0, False, False), (4.0, True, True)],
-)
-@pytest.mark.parametrize("direction", Direction)
-def test_a_small_copy_is_judged_by_the_devices_clock(
-    late_ms: float, waits: bool, found: bool, direction: Direction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = Played(monkeypatch)
-    device.late_ms, device.waits = late_ms, waits
-    assert _tried(device, direction) is found
-    assert set(device.directions) == {direction is LOAD}
-
-
-def test_streams_that_share_a_queue_make_small_copies_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = Played(monkeypatch)
-    device.waits = device.shares_a_queue = True
-    assert _tried(device, LOAD) is True
-
-
-def test_a_small_copy_that_came_too_late_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Played(monkeypatch)
-    device.late_ms = 6.0
-    assert _tried(device, LOAD) is None
-
-
-def _tried(device: Played, direction: Direction) -> bool | None:
-    address = SimpleNamespace
-    sample: Any = SimpleNamespace(
-        host=address(data_ptr=lambda: 4096), device=address(data_ptr=lambda: GIB)
-    )
-    streams = device.stream("large"), device.stream("small")
-    return measuring._small_copy_waits(sample, direction, *streams)

@@ -3,7 +3,7 @@
 import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, cast
 
@@ -23,7 +23,13 @@ from millpond.gate.service import (
     run_cases,
 )
 from millpond.gate.service_cases import cases_for
-from millpond.gate.service_launched import COPY_DELAY_S, Launched, launch, pair_of
+from millpond.gate.service_launched import (
+    COPY_DELAY_S,
+    Launched,
+    are_sums_exact,
+    launch,
+    pair_of,
+)
 from millpond.gate.service_pair import (
     CannotCheck,
     Mismatch,
@@ -48,7 +54,7 @@ class AskedService:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     block_tokens: int | None = None
-    tolerance: float = TOLERANCE
+    tolerance: float | None = None
     seed: int = 1
     logs: Path | None = None
 
@@ -110,10 +116,9 @@ class ServiceChecked:
 @click.option(
     "--tolerance",
     type=click.FloatRange(0.0),
-    default=TOLERANCE,
-    show_default=True,
     metavar="X",
-    help="Difference of log-probabilities that counts as equal.",
+    help="Difference of log-probabilities that counts as equal.  [default: 0 where launched "
+    f"replicas add up each token by itself, as on a CPU; else {TOLERANCE:g}]",
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
 @click.option("--logs", type=click.Path(path_type=Path), metavar="DIR", help="Keep logs here.")
@@ -133,8 +138,10 @@ def gate_service(context: Context, *, as_json: bool, is_launch: bool, **flags: o
     urls = cast("tuple[str, ...]", flags["urls"])
     if is_launch == bool(urls) or (urls and len(urls) != 2):
         raise click.UsageError("give --launch, or --url twice: one for each replica")
-    tolerance = cast("float", flags["tolerance"])
-    if not math.isfinite(tolerance):  # a range takes "nan", and then all would be equal
+    tolerance = cast("float | None", flags["tolerance"])
+    if tolerance is not None and not math.isfinite(
+        tolerance
+    ):  # a range takes "nan", and then all would be equal
         raise click.UsageError(f"--tolerance {tolerance}: not a finite number")
     asked = AskedService(
         urls=urls,
@@ -186,7 +193,7 @@ def _check_running(
     options = PairOptions(
         socket=socket,
         block_tokens=block_tokens,
-        tolerance=asked.tolerance,
+        tolerance=TOLERANCE if asked.tolerance is None else asked.tolerance,
         seed=asked.seed,
         is_own=False,
     )
@@ -214,10 +221,14 @@ def _check_launched(
         with system:
             pair = pair_of(
                 system,
-                tolerance=asked.tolerance,
+                tolerance=TOLERANCE if asked.tolerance is None else asked.tolerance,
                 seed=asked.seed,
                 on_step=lambda step: line.show(step, stage=step),
             )
+            if asked.tolerance is None:
+                pair.on_step("looking whether answers depend on the batch")
+                if are_sums_exact(pair):
+                    pair.options = replace(pair.options, tolerance=0.0)
             launched = Launched(system, pair)
             held = f", copies held back by {COPY_DELAY_S} s" if device == "cpu" else ""
             report = _report(f"launched on {device}{held}", pair)

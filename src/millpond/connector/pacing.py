@@ -3,10 +3,11 @@
     begin ── inputs ── loads ───────── forward pass ───────── begin ── inputs ── ...
                        └─ the link is theirs until here ────┘
 
-The inputs of a step are copies to the GPU. On some machines they queue behind all that were
-enqueued before them: a load of 128k tokens would hold up the next step of everybody else for
-0.16 s. There, what is enqueued behind the inputs of one step is to be over before those of the
-next. Where they do not wait, nobody tells of a link, and there is no limit.
+The inputs of a step are copies to the GPU. Behind a kernel that still runs they queue behind all
+copies that were enqueued before them, on whatever stream; only a copy of a few KiB on an idle
+stream goes around. Where the GPU sets the pace of an engine, a load of 128k tokens would hold up
+everybody's next step for 0.16 s. So what is enqueued behind the inputs of one step is to be over
+before those of the next. Where the speed of the link is not known, there is no limit.
 """
 
 import math

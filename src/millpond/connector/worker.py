@@ -309,7 +309,7 @@ class WorkerSide:
     def tell_link(self, report: LinkReport) -> None:
         """Pass on what the copy engine knows of its way to the arena (its threads)."""
         # Without a link there is no pace: loads are handed over at once.
-        if report.speed is not None and report.speed.small_copies_wait:
+        if report.speed is not None:
             self._pacing.tell_link(report.speed.h2d_gb_s * 1e9)
         with self._gate:
             self._link_report = report

@@ -2,7 +2,8 @@
 
 Each copy is held back for a moment on a CPU, so that what is to happen during a copy does, and
 the replicas have little memory of their own, so that they preempt. On a GPU copies cannot be
-held back; a case that comes too late says so.
+held back; a case that comes too late says so. On a CPU the replicas also add up each token by
+itself (``exact_sums``), so that no rounding hides wrong data.
 """
 
 import re
@@ -26,6 +27,7 @@ from millpond.gate.service_pair import (
     Pair,
     PairOptions,
     Place,
+    Rounding,
     new_salt,
 )
 from millpond.launch.demo import ENGINE_ENVIRON
@@ -43,6 +45,9 @@ _ENGINE_ARGS: Final = (
     *("--max-model-len", "4096", "--max-num-seqs", "16"),
     *("--num-gpu-blocks-override", str(_ENGINE_BLOCKS)),
 )
+_EXACT_SUMS: Final = ("--worker-extension-cls", "millpond.gate.exact_sums.ExactSums")
+_TRIED_TOKENS: Final = (BLOCK_TOKENS // 3, BLOCK_TOKENS + 50, 2 * BLOCK_TOKENS + 70)
+_TRIED_ANSWER: Final = 24
 _NUM_PREEMPTED: Final = 8
 _PREEMPTED_TOKENS: Final = 60
 _JOIN_S_MAX: Final = 120.0
@@ -113,11 +118,13 @@ class Launched:
         if not any(pair.report(answer).loaded_tokens for answer in answers):
             raise Mismatch("none of the requests loaded its prefix")
         pair.settle()
-        # With each token of a batch rounding adds up: the same crowd shows how far, without the
-        # pool. If nothing is preempted this time, less is equal.
-        rounding = pair.rounding_in_batch(
-            prompts, replica=A, alone_at=B, num_tokens=_PREEMPTED_TOKENS
-        )
+        rounding: Rounding | None = None
+        if not pair.is_exact:
+            # With each token of a batch rounding adds up: the same crowd shows how far, without
+            # the pool. If nothing is preempted this time, less is equal.
+            rounding = pair.rounding_in_batch(
+                prompts, replica=A, alone_at=B, num_tokens=_PREEMPTED_TOKENS
+            )
         return sum(
             pair.compare_in_batch(
                 ids,
@@ -241,11 +248,31 @@ def launch(
             device=device,
             environ={**environ, **ENGINE_ENVIRON},
             pool=PoolConfig(folder / "pool.sock", POOL_BYTES, None),
-            engine_args=_ENGINE_ARGS,
+            engine_args=(*_ENGINE_ARGS, *(_EXACT_SUMS if device == "cpu" else ())),
             connector={"copy_delay_s": COPY_DELAY_S},
             run_dir=logs,
         ),
         on_progress=on_progress,
+    )
+
+
+def are_sums_exact(pair: Pair) -> bool:
+    """Say whether answers without the pool are the same, to the last bit, however they are asked.
+
+    Alone at either replica, all at once, and with a part of the answer in the prompt.
+    """
+    prompts = [pair.prompt(num_tokens) for num_tokens in _TRIED_TOKENS]
+    alone = [pair.reference(ids, num_tokens=_TRIED_ANSWER) for ids in prompts]
+    half = _TRIED_ANSWER // 2
+    rest = [
+        pair.reference([*ids, *answer.token_ids[:half]], replica=B, num_tokens=half)
+        for ids, answer in zip(prompts, alone, strict=True)
+    ]
+    together = pair.references(prompts, replica=B, num_tokens=_TRIED_ANSWER)
+    return all(
+        (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+        and (one.token_ids[half:], one.logprobs[half:]) == (late.token_ids, late.logprobs)
+        for one, other, late in zip(alone, together, rest, strict=True)
     )
 
 

@@ -76,7 +76,8 @@ class Place:
 class PairOptions:
     """``block_tokens``: of Millpond's blocks. ``is_own``: nobody else uses the pool.
 
-    ``tolerance`` is the largest difference of a log-probability that counts as equal.
+    ``tolerance`` is the largest difference of a log-probability that counts as equal; 0 is for
+    engines whose answers do not depend on how requests were batched.
     """
 
     socket: str
@@ -99,6 +100,11 @@ class Pair:
     def __post_init__(self) -> None:
         # The same prompts again with the same seed; salts keep runs apart.
         self._chance = Random(self.options.seed)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every answer is to be the same to the last bit, those of a batch too."""
+        return self.options.tolerance == 0
 
     @property
     def block(self) -> int:
@@ -139,6 +145,17 @@ class Pair:
         with EngineClient(place.url, place.model, timeout_s=_REQUEST_TIMEOUT_S) as client:
             return client.complete(ids, num_tokens=num_tokens, request_id=name, fields=fields)
 
+    def references(
+        self, prompts: Sequence[Sequence[int]], *, replica: str, num_tokens: int
+    ) -> list[Completion]:
+        """Return what ``reference`` does, for prompts that are asked all at once."""
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            asked = [
+                threads.submit(self.reference, ids, replica=replica, num_tokens=num_tokens)
+                for ids in prompts
+            ]
+            return [one.result() for one in asked]
+
     def ask_all(
         self, replica: str, prompts: Sequence[tuple[Sequence[int], str]], *, num_tokens: int
     ) -> list[Completion]:
@@ -178,8 +195,12 @@ class Pair:
         says without the pool to the prompt and the answer so far. An answer with many of
         these is a mismatch: rounding does not explain it. With ``rounding``, what the same batch
         does without the pool, twice as much is equal, of that or of the tolerance, up to a limit.
+        None of this where nothing is rounded differently (``is_exact``).
         """
         num_close, num_tokens = 0, len(answer.token_ids)
+        if self.is_exact:
+            reference = self.reference(ids, replica=replica, num_tokens=num_tokens)
+            return self.compare(answer, reference, what)
         num_close_max = max(_CLOSE_CALLS_MAX, int(_CLOSE_SHARE_MAX * num_tokens))
         most = self.options.tolerance
         if rounding is not None:
@@ -207,12 +228,7 @@ class Pair:
 
         Raises ``CannotCheck`` where that is so far that nothing can be told from it.
         """
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            asked = [
-                threads.submit(self.reference, ids, replica=replica, num_tokens=num_tokens)
-                for ids in prompts
-            ]
-            answers = [one.result() for one in asked]
+        answers = self.references(prompts, replica=replica, num_tokens=num_tokens)
         found = [
             self._rounding(ids, answer, alone_at)
             for ids, answer in zip(prompts, answers, strict=True)

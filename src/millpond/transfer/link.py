@@ -23,17 +23,12 @@ _GENERATION_BY_SPEED: Final = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """GB/s (1e9 bytes) of one long copy each way; generation and width where they are known.
-
-    ``small_copies_wait``: a small copy to the GPU comes after large ones that were queued before
-    it, whatever their streams. So it is on some machines; on others it comes in between.
-    """
+    """GB/s (1e9 bytes) of one long copy each way; generation and width where they are known."""
 
     h2d_gb_s: float
     d2h_gb_s: float
     generation: int | None = None
     width: int | None = None
-    small_copies_wait: bool = False
 
     @property
     def allowed_gb_s(self) -> float | None:

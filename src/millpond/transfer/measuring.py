@@ -24,8 +24,6 @@ SAMPLE_BYTES: Final = 64 * MIB
 _SLOT_BYTES: Final = 4 * MIB
 _NUM_COPIES: Final = 4
 """Of the sample, one behind the other: what it costs to notice their end is then small."""
-_SMALL_BYTES: Final = 4096
-_NUM_TRIES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,7 @@ def measure(
     large = Route.BATCH if cudart.has_batch_copy() else Route.LOOP
     speeds = {way: gb_s(way, large, SAMPLE_BYTES) for way in Direction}
     generation, width = pcie_link(cudart.pci_bus_id(device.index or 0))
-    link = LinkSpeed(
-        speeds[Direction.LOAD],
-        speeds[Direction.STORE],
-        generation,
-        width,
-        small_copies_wait=small_copies_wait(sample),
-    )
+    link = LinkSpeed(speeds[Direction.LOAD], speeds[Direction.STORE], generation, width)
     by_route: dict[Direction, dict[int, dict[Route, float]]] = {}
     for direction in Direction:
         by_route[direction] = {}
@@ -103,52 +95,15 @@ def measure(
     return Measured(link, by_route, time.monotonic() - started_s)
 
 
-def small_copies_wait(sample: Sample, direction: Direction = Direction.LOAD) -> bool:
-    """Say whether a small copy waits for large ones of another stream that were queued before it.
-
-    If so, it does each time. Tries in which it was queued too late count for nothing.
-    """
-    device = sample.device.device
-    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    tries = [_small_copy_waits(sample, direction, *streams) for _ in range(_NUM_TRIES)]
-    found = [waits for waits in tries[1:] if waits is not None]  # new streams are slow at first
-    return bool(found) and all(found)
-
-
-def _small_copy_waits(
-    sample: Sample, direction: Direction, large: torch.cuda.Stream, small: torch.cuda.Stream
-) -> bool | None:
-    """Try it, by the device's clock; None if the large ones had ended when all was queued."""
-    source, target = sample.host.data_ptr(), sample.device.data_ptr()
-    if direction is Direction.STORE:
-        source, target = target, source
-    begin, done, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    num_bytes = SAMPLE_BYTES - _SMALL_BYTES
-    for _ in range(_NUM_COPIES):
-        cudart.copy_one(source + _SMALL_BYTES, target + _SMALL_BYTES, num_bytes, large.cuda_stream)
-    end.record(large)
-    begin.record(small)
-    cudart.copy_one(source, target, _SMALL_BYTES, small.cuda_stream)
-    done.record(small)
-    is_late = end.query()
-    small.synchronize()
-    large.synchronize()
-    # Where streams share a queue of the device, the small one's begin comes behind the end.
-    left_ms = max(0.0, begin.elapsed_time(end))
-    return None if is_late else begin.elapsed_time(done) > left_ms / 2
-
-
 def log_measured(measured: Measured) -> None:
     """Say what was found; a slow link is a warning with its remedy."""
     link = measured.link
     allowed = link.allowed_gb_s
     logger.info(
-        "event=link_measured h2d_gb_s=%.1f d2h_gb_s=%.1f allowed_gb_s=%s small_copies_wait=%s "
-        "seconds=%.2f routes=%s",
+        "event=link_measured h2d_gb_s=%.1f d2h_gb_s=%.1f allowed_gb_s=%s seconds=%.2f routes=%s",
         link.h2d_gb_s,
         link.d2h_gb_s,
         "unknown" if allowed is None else f"{allowed:.1f}",
-        link.small_copies_wait,
         measured.seconds,
         {
             way.value: {page: route.value for page, route in table.items()}
