@@ -177,8 +177,9 @@ class Steps:
         self._bench.engine.pace(None)
         pairs = zip(self._ends, self._ends[1:], strict=False)
         steps = [begin.elapsed_time(end) for begin, end in pairs]
-        idle = statistics.median(steps[1 : num_before - 1])
-        beside = steps[num_before - 1 :]
+        # The last step before was still running: a store may go before its token.
+        idle = statistics.median(steps[1 : num_before - 2])
+        beside = steps[num_before - 2 :]
         return {
             "idle_ms": round(idle, 3),
             "beside": summary(beside),
