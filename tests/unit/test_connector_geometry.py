@@ -51,13 +51,14 @@ def layout(
     parallel: dict[str, int] | None = None,
     mm_cache_gb: float | None = None,
     prefix_caching: bool = True,
+    hash_tokens: int | None = None,
 ) -> EngineLayout:
     groups = [KVCacheGroupSpec([f"l{i}.0", f"l{i}.1"], spec) for i, spec in enumerate(specs)]
     config = KVCacheConfig(
         num_blocks=10,
         kv_cache_tensors=[],
         kv_cache_groups=groups,
-        hash_block_size=math.gcd(*(spec.block_size for spec in specs)),
+        hash_block_size=hash_tokens or math.gcd(*(spec.block_size for spec in specs)),
     )
     engine: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**(parallel or {})),
@@ -76,7 +77,7 @@ def test_a_block_is_the_smallest_multiple_of_all_groups_with_256_tokens() -> Non
     assert layout(full(96)).block_tokens == 288
     assert layout(full(512)).block_tokens == 512
     assert layout(full(64), window(96, 1000)).block_tokens == 384
-    assert layout(full(16), state(528)).block_tokens == 528
+    assert layout(full(528), state(528)).block_tokens == 528
 
 
 def test_groups_of_different_blocks_span_the_same_tokens() -> None:
@@ -120,12 +121,19 @@ def test_a_window_keeps_what_can_be_looked_back_at(
 
 
 def test_a_state_is_one_page_whatever_the_length_of_its_block() -> None:
-    made = layout(state(256), full(64), state(256))
+    made = layout(state(256), full(256), state(256))
     assert [part.name for part in made.parts] == ["attention", "state"]
     assert made.coverages[1] is Coverage.LAST
     assert made.parts[1].blocks == {0: 1, 2: 1}
     assert made.parts[1].rank_bytes == 4 * STATE_BYTES, "the engine's padding is left out"
     assert made.block_span(1, 2, 3) == (3, 4)
+
+
+def test_a_cache_that_hits_inside_blocks_of_states_is_refused() -> None:
+    assert layout(full(256), state(256), hash_tokens=256).hash_tokens == 256
+    assert layout(full(256), window(256, 512), hash_tokens=64).hash_tokens == 64
+    with pytest.raises(UnsupportedEngine, match=r"every 64 tokens .* --prefix-match-unit"):
+        layout(full(256), state(256), hash_tokens=64)
 
 
 @pytest.mark.parametrize(

@@ -232,10 +232,12 @@ def _part_of(
                 "speculative decoding keeps scratch states beside the recurrent ones: "
                 "not supported together with a hybrid model"
             )
-        if versions.has_inner_checkpoints(spec) and hash_tokens != spec.block_size:
+        if hash_tokens < spec.block_size:
+            # The engine's own cache then hits inside blocks. It copies such a block before the next
+            # step writes to it, and nobody orders that copy against a load into the block.
             raise UnsupportedEngine(
                 f"recurrent states are kept every {hash_tokens} tokens inside blocks of "
-                f"{spec.block_size}: unset prefix_match_unit"
+                f"{spec.block_size}: start the engine without --prefix-match-unit"
             )
         return ("state", Coverage.LAST, None)
     if type(spec) is SlidingWindowSpec:

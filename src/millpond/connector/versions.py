@@ -104,11 +104,6 @@ def describe_state(spec: KVCacheSpec) -> str:
     return f"{spec.shapes}{spec.dtypes}{mamba_utils.get_conv_state_layout()}"
 
 
-def has_inner_checkpoints(spec: KVCacheSpec) -> bool:
-    """Say whether a recurrent group keeps states inside a step, off its block boundaries."""
-    return bool(getattr(spec, "num_prefill_checkpoint_blocks", 0))
-
-
 def attention_backend(vllm_config: VllmConfig, layers: list[str]) -> str:
     """Return the names of the kernels that read these layers' pages, sorted and joined."""
     context: dict[str, Any] = vllm_config.compilation_config.static_forward_context
