@@ -132,6 +132,7 @@ def test_arguments_against_a_shared_pool_are_refused(
         (["--no-enable-chunked-prefill"], "between the steps"),
         (["--disable-chunked-mm-input"], "inside of images"),
         (["--disable-hybrid-kv-cache-manager"], "needs vLLM's manager"),
+        (["--prefix-match-unit", "64"], "inside of blocks"),
         (["--speculative-config", "{}"], "scratch states"),
         (["--spec-method", "mtp"], "scratch states"),
     ],

@@ -143,6 +143,8 @@ def _of_hybrids(given: GivenArguments) -> Iterator[str]:
         yield f"{why}which vLLM keeps inside of images too: leave out --disable-chunked-mm-input"
     if given.is_on("--disable-hybrid-kv-cache-manager"):
         yield "a hybrid needs vLLM's manager for it: leave out --disable-hybrid-kv-cache-manager"
+    if given.has("--prefix-match-unit"):
+        yield f"{why}which --prefix-match-unit puts inside of blocks: leave it out"
     if given.has(*_SPECULATION):
         yield (
             "speculative decoding keeps scratch states between those that a request resumes "
