@@ -18,7 +18,6 @@ from millpond.gate.service import (
     ANYWHERE,
     CASES,
     LAUNCHED_ONLY,
-    TOLERANCE,
     CaseVerdict,
     ServiceReport,
     choose_cases,
@@ -26,6 +25,7 @@ from millpond.gate.service import (
 )
 from millpond.gate.service_cases import Case, cases_for
 from millpond.gate.service_pair import (
+    TOLERANCE,
     CannotCheck,
     Mismatch,
     Pair,
@@ -78,6 +78,9 @@ def test_a_change_is_more_than_twice_the_tolerance(pair: Pair) -> None:
     assert pair.is_changed(answer([1], [-1.21]), first)
     assert pair.is_changed(answer([2], [-1.0]), first)
     assert pair.is_changed(answer([1, 1], [-1.0, nan]), answer([1, 1], [-1.0, -1.0]))
+    pair.options = replace(pair.options, tolerance=0.0)
+    assert not pair.is_changed(answer([1], [-1.49]), first), "wrong data has to show"
+    assert pair.is_changed(answer([1], [-1.51]), first)
 
 
 def test_after_a_close_call_the_rest_is_compared_with_what_follows_it(
@@ -217,14 +220,22 @@ def test_without_rounding_an_answer_of_a_batch_is_the_same_to_the_last_bit(
 
     assert compare([1, 2], [-1.0, -2.0]) == 2
     for tokens, odds in (([1, 2], [-1.0, nextafter(-2.0, 0)]), ([1, 3], [-1.0, -2.0])):
-        assert pair.is_changed(answer(tokens, odds), theirs)
         with pytest.raises(Mismatch):
             compare(tokens, odds)
 
 
-@pytest.mark.parametrize("other", [None, "all at once", "prompt", "replica"])
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ("", ""),
+        ("beside others", "a prompt of 85 tokens is answered otherwise beside others"),
+        ("prompt", "with half of its answer in the prompt"),
+        ("replica", "at the other replica"),
+        ("error", "a request failed: late"),
+    ],
+)
 def test_sums_are_exact_if_no_way_to_ask_changes_a_bit(
-    pair: Pair, other: str | None, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, other: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def say(num_known: int, num_tokens: int, *, is_other: bool) -> Completion:
         odds = [-float(i) for i in range(num_known, num_known + num_tokens)]
@@ -232,17 +243,21 @@ def test_sums_are_exact_if_no_way_to_ask_changes_a_bit(
         return answer(list(range(num_known, num_known + num_tokens)), odds)
 
     def reference(ids: list[int], *, replica: str = "a", num_tokens: int) -> Completion:
+        if other == "error":
+            raise httpx.ReadTimeout("late")
         is_other = other == "replica" and replica == "b"
         is_other |= other == "prompt" and len(ids) not in launched._TRIED_TOKENS
         return say(len(ids), num_tokens, is_other=is_other)
 
     def references(prompts: list[list[int]], *, replica: str, num_tokens: int) -> list[Completion]:
-        assert replica == "b"
-        return [say(len(ids), num_tokens, is_other=other == "all at once") for ids in prompts]
+        assert replica == "a"
+        return [say(len(ids), num_tokens, is_other=other == "beside others") for ids in prompts]
 
     monkeypatch.setattr(pair, "reference", reference)
     monkeypatch.setattr(pair, "references", references)
-    assert launched.are_sums_exact(pair) is (other is None)
+    found = launched.inexact_sums(pair)
+    assert why in found if why else not found
+    assert pair.prompt(9) == Pair(pair.places, pair.options, lambda _: None).prompt(9)
 
 
 def test_prompts_follow_the_seed_and_fit(pair: Pair) -> None:

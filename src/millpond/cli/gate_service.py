@@ -16,7 +16,6 @@ from millpond.cli.exits import AnswerIsNo, NotAllChecked
 from millpond.cli.output import ProgressLine, print_json, stderr, stdout
 from millpond.cli.up import show_start
 from millpond.gate.service import (
-    TOLERANCE,
     CaseVerdict,
     ServiceReport,
     choose_cases,
@@ -26,11 +25,12 @@ from millpond.gate.service_cases import cases_for
 from millpond.gate.service_launched import (
     COPY_DELAY_S,
     Launched,
-    are_sums_exact,
+    inexact_sums,
     launch,
     pair_of,
 )
 from millpond.gate.service_pair import (
+    TOLERANCE,
     CannotCheck,
     Mismatch,
     Pair,
@@ -75,7 +75,8 @@ class ServiceChecked:
         )
         num_compared = sum(case.num_compared for case in report.cases)
         close_calls = f", {report.num_close_calls} close calls" if report.num_close_calls else ""
-        return f"{counts}; {num_compared:,} tokens compared{close_calls} ({report.mode})"
+        inexact = f"; sums not exact: {report.why_inexact}" if report.why_inexact else ""
+        return f"{counts}; {num_compared:,} tokens compared{close_calls} ({report.mode}){inexact}"
 
     def error(self) -> Exception | None:
         """Return what the command has to end with, or None."""
@@ -117,8 +118,9 @@ class ServiceChecked:
     "--tolerance",
     type=click.FloatRange(0.0),
     metavar="X",
-    help="Difference of log-probabilities that counts as equal.  [default: 0 where launched "
-    f"replicas add up each token by itself, as on a CPU; else {TOLERANCE:g}]",
+    help="Difference of log-probabilities that counts as equal; with 0 a batch may not round "
+    "differently either.  [default: 0 where launched replicas add up each token by itself, as on "
+    f"a CPU; else {TOLERANCE:g}]",
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
 @click.option("--logs", type=click.Path(path_type=Path), metavar="DIR", help="Keep logs here.")
@@ -139,9 +141,8 @@ def gate_service(context: Context, *, as_json: bool, is_launch: bool, **flags: o
     if is_launch == bool(urls) or (urls and len(urls) != 2):
         raise click.UsageError("give --launch, or --url twice: one for each replica")
     tolerance = cast("float | None", flags["tolerance"])
-    if tolerance is not None and not math.isfinite(
-        tolerance
-    ):  # a range takes "nan", and then all would be equal
+    is_known = tolerance is None or math.isfinite(tolerance)
+    if not is_known:  # a range takes "nan", and then all would be equal
         raise click.UsageError(f"--tolerance {tolerance}: not a finite number")
     asked = AskedService(
         urls=urls,
@@ -225,13 +226,18 @@ def _check_launched(
                 seed=asked.seed,
                 on_step=lambda step: line.show(step, stage=step),
             )
-            if asked.tolerance is None:
+            why_inexact = ""
+            if asked.tolerance is None and device == "cpu":
                 pair.on_step("looking whether answers depend on the batch")
-                if are_sums_exact(pair):
+                why_inexact = inexact_sums(pair)
+                if not why_inexact:
                     pair.options = replace(pair.options, tolerance=0.0)
             launched = Launched(system, pair)
             held = f", copies held back by {COPY_DELAY_S} s" if device == "cpu" else ""
             report = _report(f"launched on {device}{held}", pair)
+            report.why_inexact = why_inexact
+            if why_inexact:
+                stderr.print(f"gate service: sums are not exact: {why_inexact}", markup=False)
             run_cases(
                 report,
                 names,

@@ -23,11 +23,6 @@ from millpond.model.errors import (
     SetupError,
 )
 
-TOLERANCE: Final = 0.25
-"""Largest difference of a log-probability between a computed and a cached request that counts
-as equal: the engine cuts the two into other steps, and rounding to 8 bits of logits of about 8
-moves a log-probability by several hundredths."""
-
 ANYWHERE: Final = (
     "cold",
     "local-hit",
@@ -94,6 +89,8 @@ class ServiceReport:
     block_tokens: int
     tolerance: float
     seed: int
+    why_inexact: str = ""
+    """Why answers of a CPU's replicas are not compared to the last bit."""
     num_close_calls: int = 0
     cases: list[CaseResult] = field(default_factory=list[CaseResult])
 

@@ -3,14 +3,16 @@
 Each copy is held back for a moment on a CPU, so that what is to happen during a copy does, and
 the replicas have little memory of their own, so that they preempt. On a GPU copies cannot be
 held back; a case that comes too late says so. On a CPU the replicas also add up each token by
-itself (``exact_sums``), so that no rounding hides wrong data.
+itself (``targets.exact_sums``), so that no rounding hides wrong data.
 """
 
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, Final, Literal, cast
 
 import httpx
@@ -45,9 +47,10 @@ _ENGINE_ARGS: Final = (
     *("--max-model-len", "4096", "--max-num-seqs", "16"),
     *("--num-gpu-blocks-override", str(_ENGINE_BLOCKS)),
 )
-_EXACT_SUMS: Final = ("--worker-extension-cls", "millpond.gate.exact_sums.ExactSums")
+_EXACT_SUMS: Final = ("--worker-extension-cls", "millpond.gate.targets.exact_worker.ExactSums")
 _TRIED_TOKENS: Final = (BLOCK_TOKENS // 3, BLOCK_TOKENS + 50, 2 * BLOCK_TOKENS + 70)
 _TRIED_ANSWER: Final = 24
+_TRIED_SEED: Final = 0
 _NUM_PREEMPTED: Final = 8
 _PREEMPTED_TOKENS: Final = 60
 _JOIN_S_MAX: Final = 120.0
@@ -256,24 +259,42 @@ def launch(
     )
 
 
-def are_sums_exact(pair: Pair) -> bool:
-    """Say whether answers without the pool are the same, to the last bit, however they are asked.
+def inexact_sums(pair: Pair) -> str:
+    """Return which way to ask changes a bit of an answer without the pool; empty if none does.
 
-    Alone at either replica, all at once, and with a part of the answer in the prompt.
+    Alone at either replica, all at once, and with a part of the answer in the prompt. The
+    prompts are others than those of the cases.
     """
-    prompts = [pair.prompt(num_tokens) for num_tokens in _TRIED_TOKENS]
-    alone = [pair.reference(ids, num_tokens=_TRIED_ANSWER) for ids in prompts]
-    half = _TRIED_ANSWER // 2
-    rest = [
-        pair.reference([*ids, *answer.token_ids[:half]], replica=B, num_tokens=half)
-        for ids, answer in zip(prompts, alone, strict=True)
-    ]
-    together = pair.references(prompts, replica=B, num_tokens=_TRIED_ANSWER)
-    return all(
-        (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
-        and (one.token_ids[half:], one.logprobs[half:]) == (late.token_ids, late.logprobs)
-        for one, other, late in zip(alone, together, rest, strict=True)
-    )
+    chance = Random(_TRIED_SEED)
+    prompts = [pair.prompt(num_tokens, chance) for num_tokens in _TRIED_TOKENS]
+    try:
+        alone = [pair.reference(ids, num_tokens=_TRIED_ANSWER) for ids in prompts]
+        half = _TRIED_ANSWER // 2
+        cut = [
+            pair.reference([*ids, *answer.token_ids[:half]], num_tokens=half)
+            for ids, answer in zip(prompts, alone, strict=True)
+        ]
+        ways = {
+            "at the other replica": [
+                pair.reference(ids, replica=B, num_tokens=_TRIED_ANSWER) for ids in prompts
+            ],
+            "beside others": pair.references(prompts, replica=A, num_tokens=_TRIED_ANSWER),
+            "with half of its answer in the prompt": [
+                replace(
+                    late,
+                    token_ids=one.token_ids[:half] + late.token_ids,
+                    logprobs=one.logprobs[:half] + late.logprobs,
+                )
+                for one, late in zip(alone, cut, strict=True)
+            ],
+        }
+    except FAILURES as error:
+        return f"a request failed: {error}"
+    for way, answers in ways.items():
+        for ids, one, other in zip(prompts, alone, answers, strict=True):
+            if (one.token_ids, one.logprobs) != (other.token_ids, other.logprobs):
+                return f"a prompt of {len(ids)} tokens is answered otherwise {way}"
+    return ""
 
 
 def pair_of(system: System, *, tolerance: float, seed: int, on_step: Callable[[str], None]) -> Pair:

@@ -28,6 +28,11 @@ A: Final = "a"
 B: Final = "b"
 NUM_TOKENS: Final = 8
 
+TOLERANCE: Final = 0.25
+"""Largest difference of a log-probability between a computed and a cached request that counts
+as equal: the engine cuts the two into other steps, and rounding to 8 bits of logits of about 8
+moves a log-probability by several hundredths."""
+
 _REQUEST_TIMEOUT_S: Final = 300.0
 _ADMIN_TIMEOUT_S: Final = 10.0
 _SETTLE_S_MAX: Final = 60.0
@@ -115,12 +120,13 @@ class Pair:
         """Return tokens that a request can load: whole blocks, and never its last token."""
         return (num_tokens - 1) // self.block * self.block
 
-    def prompt(self, num_tokens: int) -> list[int]:
-        """Return token ids that no other prompt begins with."""
+    def prompt(self, num_tokens: int, chance: Random | None = None) -> list[int]:
+        """Return token ids that no other prompt begins with; ``chance`` is the seed's, or given."""
         longest = min((p.max_tokens for p in self.places.values() if p.max_tokens), default=None)
         if longest is not None and num_tokens + self.block > longest:
             raise CannotCheck(f"the replicas take {longest} tokens, too few for {num_tokens}")
-        return [self._chance.choice(_TOKEN_IDS) for _ in range(num_tokens)]
+        chance = chance or self._chance
+        return [chance.choice(_TOKEN_IDS) for _ in range(num_tokens)]
 
     # -------------------------------------------------------------- asking
 
@@ -197,10 +203,11 @@ class Pair:
         does without the pool, twice as much is equal, of that or of the tolerance, up to a limit.
         None of this where nothing is rounded differently (``is_exact``).
         """
-        num_close, num_tokens = 0, len(answer.token_ids)
+        num_tokens = len(answer.token_ids)
         if self.is_exact:
             reference = self.reference(ids, replica=replica, num_tokens=num_tokens)
             return self.compare(answer, reference, what)
+        num_close = 0
         num_close_max = max(_CLOSE_CALLS_MAX, int(_CLOSE_SHARE_MAX * num_tokens))
         most = self.options.tolerance
         if rounding is not None:
@@ -287,10 +294,14 @@ class Pair:
                 )
 
     def is_changed(self, answer: Completion, reference: Completion) -> bool:
-        """Return whether two answers differ by more than twice what counts as equal."""
+        """Return whether two answers differ by more than twice what counts as equal.
+
+        Where only the same bits are equal, by as much as without that: wrong data has to show.
+        """
         pairs = zip(answer.logprobs, reference.logprobs, strict=True)
+        least = 2 * (self.options.tolerance or TOLERANCE)
         return answer.token_ids != reference.token_ids or not all(
-            abs(x - y) <= 2 * self.options.tolerance for x, y in pairs
+            abs(x - y) <= least for x, y in pairs
         )
 
     def require_loaded(

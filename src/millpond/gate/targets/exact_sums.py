@@ -1,6 +1,6 @@
 """A CPU engine whose answers do not depend, to the last bit, on how requests were batched.
 
-    vllm serve ... --worker-extension-cls millpond.gate.exact_sums.ExactSums
+    vllm serve ... --worker-extension-cls millpond.gate.targets.exact_worker.ExactSums
 
 An engine adds up in another order when a request shares a step with others, when its prompt is
 cut elsewhere, or when tokens that it had decoded are computed again in one go, as after a
@@ -11,44 +11,46 @@ by itself, so that whatever differs is wrong data:
     attention         each token is a request of its own, with the pages before it
     recurrent states  each token is a decode step of its own
 
-For the gate's tiny models: a prompt of 1,000 tokens takes a second or two. The module changes
-vLLM where a worker imports it, before its model is loaded. A version that has other functions
-stays as it is; whether sums are exact shows in answers (``service_launched.are_sums_exact``).
+For decoders as tiny as the gate's: a prompt of 1,000 tokens takes a second or two. What is called
+otherwise than is known here goes on as before; whether sums are exact shows in answers
+(``service_launched.inexact_sums``).
 """
 
 import dataclasses
 import functools
-import importlib
 import itertools
-import logging
 from typing import Any, Final
 
 import torch
 
-logger = logging.getLogger("vllm.millpond")
-
-_LAYERS: Final = "vllm.model_executor.layers"
 _ONE_TOKEN: Final = (0, 1)
 
 
-class ExactSums:
-    """Nothing: vLLM wants a class, and what counts is that its module was imported."""
+def make_exact(utils: Any, ops: Any, gdn: Any) -> None:  # noqa: ANN401 - modules of vLLM
+    """Change vLLM's layer utilities, its operations and its gated delta nets; all or none.
+
+    Raises ``AttributeError`` where a version has other functions.
+    """
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+    attend, plan = ops.cpu_attention_with_kv_cache, ops.cpu_attn_get_scheduler_metadata
+    step = gdn._cpu_gdn_attention_nonspec  # noqa: SLF001
+    utils.dispatch_cpu_unquantized_gemm = _exact_products(dispatch)
+    ops.cpu_attn_get_scheduler_metadata = _remembered(plan)
+    ops.cpu_attention_with_kv_cache = _token_by_token(attend, plan)
+    gdn._cpu_gdn_attention_nonspec = _step_by_step(step)  # noqa: SLF001
 
 
-def _exact_products() -> None:
-    engine: Any = importlib.import_module(f"{_LAYERS}.utils")
-    original = engine.dispatch_cpu_unquantized_gemm
-
+def _exact_products(original: Any) -> Any:  # noqa: ANN401
     @functools.wraps(original)
-    def dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401, FBT001 - as vLLM calls it
+    def dispatch(layer: Any, *rest: Any, **named: Any) -> None:  # noqa: ANN401
         weight = layer.weight
         is_product = weight.ndim == 2 and not weight.is_meta
         exact = weight.detach().double() if is_product else None
-        original(layer, remove_weight)
+        original(layer, *rest, **named)  # may give the weight away
         if exact is not None:
             layer.cpu_linear = functools.partial(_product, exact)
 
-    engine.dispatch_cpu_unquantized_gemm = dispatch
+    return dispatch
 
 
 def _product(
@@ -58,18 +60,24 @@ def _product(
     return torch.nn.functional.linear(x.double(), exact, added).to(x.dtype)
 
 
-def _exact_attention() -> None:
-    engine: Any = importlib.import_module("vllm._custom_ops")
-    attend, plan = engine.cpu_attention_with_kv_cache, engine.cpu_attn_get_scheduler_metadata
-
+def _remembered(plan: Any) -> Any:  # noqa: ANN401
     @functools.wraps(plan)
-    def planned(**asked: Any) -> Any:  # noqa: ANN401
-        made = plan(**asked)
-        made.asked = asked  # the tensor itself comes back with the pages
+    def planned(*args: Any, **asked: Any) -> Any:  # noqa: ANN401
+        made = plan(*args, **asked)
+        if not args:
+            made.asked = asked  # the tensor itself comes back with the pages
         return made
 
+    return planned
+
+
+def _token_by_token(attend: Any, plan: Any) -> Any:  # noqa: ANN401
     @functools.wraps(attend)
-    def attended(**asked: Any) -> None:  # noqa: ANN401
+    def attended(*args: Any, **asked: Any) -> Any:  # noqa: ANN401
+        whole: Any = getattr(asked.get("scheduler_metadata"), "asked", None)
+        is_plain = asked.get("causal") and asked.get("dynamic_causal") is None
+        if args or whole is None or not is_plain:
+            return attend(*args, **asked)
         ends = asked["query_start_loc"].tolist()
         numbers = torch.tensor([b - a for a, b in itertools.pairwise(ends)])
         total = int(numbers.sum())
@@ -80,19 +88,15 @@ def _exact_attention() -> None:
             "query_start_loc": torch.arange(total + 1, dtype=torch.int32),
             "seq_lens": lengths.to(torch.int32),
         }
-        whole = asked["scheduler_metadata"].asked
-        each = whole | one_each | {"num_reqs": total, "enable_kv_split": False}
         tables = asked["block_table"][: len(numbers)].repeat_interleave(numbers, 0).contiguous()
-        attend(**(asked | one_each | {"block_table": tables, "scheduler_metadata": plan(**each)}))
+        planned = plan(**(whole | one_each | {"num_reqs": total, "enable_kv_split": False}))
+        each = one_each | {"block_table": tables, "scheduler_metadata": planned}
+        return attend(**(asked | each))
 
-    engine.cpu_attn_get_scheduler_metadata = planned
-    engine.cpu_attention_with_kv_cache = attended
+    return attended
 
 
-def _exact_states() -> None:
-    engine: Any = importlib.import_module(f"{_LAYERS}.mamba.ops.cpu.gdn_attention")
-    original = engine._cpu_gdn_attention_nonspec  # noqa: SLF001
-
+def _step_by_step(original: Any) -> Any:  # noqa: ANN401
     @functools.wraps(original)
     def attended(layer: Any, metadata: Any, *tokens: torch.Tensor) -> None:  # noqa: ANN401
         num_requests = metadata.num_decodes + metadata.num_prefills
@@ -117,18 +121,4 @@ def _exact_states() -> None:
             for token in range(begin, end):
                 original(layer, one, *(rows[token : token + 1] for rows in tokens))
 
-    engine._cpu_gdn_attention_nonspec = attended  # noqa: SLF001
-
-
-def _allow_tiles() -> None:
-    """Ask the system for the tile registers that attention uses; products did it otherwise."""
-    ask: Any = getattr(torch.cpu, "_init_amx", None)
-    if ask is not None:
-        ask()
-
-
-for _change in (_allow_tiles, _exact_products, _exact_attention, _exact_states):
-    try:
-        _change()
-    except (ImportError, AttributeError) as error:
-        logger.warning("event=sums_not_exact what=%s reason=%r", _change.__name__, str(error))
+    return attended
