@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from millpond.gate import corruption as corruption_module
 from millpond.gate.corruption import corruption
 from millpond.gate.service import CASES, LAUNCHED_ONLY
 from millpond.gate.service_cases import cases_for
-from millpond.gate.service_launched import inexact_sums, pair_of
+from millpond.gate.service_launched import inexact_sums, launch, pair_of
 from millpond.gate.service_pair import TOLERANCE, Mismatch, Pair
 from millpond.launch.engine_client import Completion
-from tests.e2e.engines import Replicas
+from millpond.launch.system import System
+from tests.e2e.engines import OLDER_PYTHON, Replicas
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -65,6 +68,18 @@ def test_all_cases_of_a_launch_pass(capsys: pytest.CaptureFixture[str]) -> None:
     cases = gate_service(capsys, "--launch", tolerance=0.0)
     assert list(cases) == list(CASES)
     assert {case["verdict"] for case in cases.values()} == {"passed"}
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("python", [Path(sys.executable), OLDER_PYTHON])
+def test_sums_of_a_launched_engine_are_exact(python: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:
+        made = launch(
+            Path(folder), device="cpu", environ=os.environ, logs=None, on_progress=lambda _: None
+        )
+        with System(replace(made.options, python=python)) as system:
+            asks = pair_of(system, tolerance=0.0, seed=1, on_step=lambda _: None)
+            assert inexact_sums(asks) == ""
 
 
 def test_an_engine_as_it_comes_rounds_by_the_batch(pair: Pair) -> None:
