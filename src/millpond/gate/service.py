@@ -89,10 +89,10 @@ class ServiceReport:
     block_tokens: int
     tolerance: float
     seed: int
-    why_inexact: str = ""
-    """Why answers of a CPU's replicas are not compared to the last bit."""
     num_close_calls: int = 0
     cases: list[CaseResult] = field(default_factory=list[CaseResult])
+    why_inexact: str = ""
+    """Why answers of a CPU's replicas are not compared to the last bit."""
 
     def as_json(self) -> dict[str, object]:
         """Return the report as plain values."""
