@@ -345,6 +345,14 @@ def test_only_a_full_pass_ends_without_an_error(
     assert found is None if error is None else type(found) is error
 
 
+def test_sums_that_are_not_exact_are_said() -> None:
+    made = report()
+    assert "exact" not in ServiceChecked(made).summary()
+    made.why_inexact = "a prompt of 85 tokens is answered otherwise beside others"
+    assert made.why_inexact in ServiceChecked(made).summary()
+    assert made.as_json()["why_inexact"] == made.why_inexact
+
+
 def test_what_needs_processes_is_listed_as_not_checked(pair: Pair) -> None:
     assert {case.name for case in cases_for(pair)} == set(ANYWHERE)
     made = report()
