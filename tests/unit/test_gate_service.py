@@ -257,6 +257,7 @@ def test_sums_are_exact_if_no_way_to_ask_changes_a_bit(
     monkeypatch.setattr(pair, "references", references)
     found = launched.inexact_sums(pair)
     assert why in found if why else not found
+    # The prompts of the cases are those that they would have been.
     assert pair.prompt(9) == Pair(pair.places, pair.options, lambda _: None).prompt(9)
 
 

@@ -141,8 +141,8 @@ def gate_service(context: Context, *, as_json: bool, is_launch: bool, **flags: o
     if is_launch == bool(urls) or (urls and len(urls) != 2):
         raise click.UsageError("give --launch, or --url twice: one for each replica")
     tolerance = cast("float | None", flags["tolerance"])
-    is_known = tolerance is None or math.isfinite(tolerance)
-    if not is_known:  # a range takes "nan", and then all would be equal
+    # A range takes "nan", and then all would be equal.
+    if not (tolerance is None or math.isfinite(tolerance)):
         raise click.UsageError(f"--tolerance {tolerance}: not a finite number")
     asked = AskedService(
         urls=urls,

@@ -50,7 +50,8 @@ _ENGINE_ARGS: Final = (
 _EXACT_SUMS: Final = ("--worker-extension-cls", "millpond.gate.targets.exact_worker.ExactSums")
 _TRIED_TOKENS: Final = (BLOCK_TOKENS // 3, BLOCK_TOKENS + 50, 2 * BLOCK_TOKENS + 70)
 _TRIED_ANSWER: Final = 24
-_TRIED_SEED: Final = 0
+_TRIED_SEED: Final = "exact sums"
+"""No number, as those of the cases are."""
 _NUM_PREEMPTED: Final = 8
 _PREEMPTED_TOKENS: Final = 60
 _JOIN_S_MAX: Final = 120.0
